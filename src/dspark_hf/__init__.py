@@ -1,0 +1,27 @@
+"""DSpark speculative decoding for transformers."""
+
+from transformers import AutoConfig, AutoModel
+
+from .configuration_dspark import DSparkConfig
+from .hook_dspark import install_hook, uninstall_hook
+from .modeling_dspark import DSparkDrafterModel, DSparkDraftOutput, DSparkOutput
+from .objective_dspark import Objective
+from .scheduling_dspark import ConfidenceThreshold, FixedLength
+from .telemetry_dspark import record_speculation
+
+
+AutoConfig.register("dspark", DSparkConfig)
+AutoModel.register(DSparkConfig, DSparkDrafterModel)
+
+__all__ = [
+    "ConfidenceThreshold",
+    "DSparkConfig",
+    "DSparkDraftOutput",
+    "DSparkDrafterModel",
+    "DSparkOutput",
+    "FixedLength",
+    "Objective",
+    "install_hook",
+    "record_speculation",
+    "uninstall_hook",
+]

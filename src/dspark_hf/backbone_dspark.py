@@ -1,0 +1,199 @@
+"""The parallel backbone of DSpark (paper, section 3.1): a few decoder layers over [context ; block].
+
+Keys and values of the context come from the target's hidden states, hidden_norm(fc(concat)), the same for every layer
+and not normed again; queries only from the block [anchor, MASK × γ−1]. Inside a block attention is bidirectional, the
+context lies strictly before the anchor. RoPE positions are absolute positions of the text.
+
+Two layer forms, Qwen3 and Gemma-4 (sandwich norms, layer scalar, attention scale 1, value norm, K = V on request).
+"""
+
+import math
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3RMSNorm,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+    rotate_half,
+)
+
+
+RMS_NORMS = {"qwen3": Qwen3RMSNorm, "gemma4_text": Gemma4RMSNorm}
+
+
+class ContextCache:
+    """Context keys and values of every draft layer, kept across rounds.
+
+    Rows are left-aligned in one buffer per layer, (B, key/value heads, capacity, head dimension), with a length per row;
+    what lies beyond a row's length is never attended and later overwritten. Only committed tokens enter, so that
+    nothing is ever taken out.
+
+    Args:
+        start: absolute position of the first context row, (B,) or an int: above 0 when earlier rows were dropped.
+    """
+
+    def __init__(self, start: int | torch.Tensor = 0):
+        self.start = start
+        self.lengths: torch.Tensor | None = None  # (B,) rows held
+        self.max_length = 0  # longest row, known on the host
+        self.buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def positions(self, count: int, batch_size: int, device: torch.device) -> torch.Tensor:
+        """Absolute positions of the next `count` tokens of each row, (B, count)."""
+        if self.lengths is None:
+            self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
+        return (self.lengths + self.start)[:, None] + torch.arange(count, device=device)
+
+    def write(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Puts new rows (B, heads, n, dim) behind each row's end; returns the filled part of the layer's buffers."""
+        end = self.max_length + key.shape[2]
+        if layer_idx == len(self.buffers):
+            self.buffers.append((self._grown(key, end), self._grown(value, end)))
+        elif self.buffers[layer_idx][0].shape[2] < end:
+            self.buffers[layer_idx] = tuple(self._grown(b, end, b) for b in self.buffers[layer_idx])
+        slots = self.lengths[:, None] + torch.arange(key.shape[2], device=key.device)
+        rows = torch.arange(key.shape[0], device=key.device)[:, None]
+        for buffer, new in zip(self.buffers[layer_idx], (key, value), strict=True):
+            buffer[rows, :, slots] = new.transpose(1, 2)
+        return tuple(buffer[:, :, :end] for buffer in self.buffers[layer_idx])
+
+    def advance(self, counts: torch.Tensor, count: int | None = None) -> None:
+        """Counts the rows just written as held: `counts` (B,), or `count` for every row, known on the host."""
+        self.lengths = self.lengths + counts
+        self.max_length = int(self.lengths.max()) if count is None else self.max_length + count
+
+    @staticmethod
+    def _grown(like: torch.Tensor, end: int, old: torch.Tensor | None = None) -> torch.Tensor:
+        capacity = max(64, 2 ** math.ceil(math.log2(max(end, 1))))
+        buffer = like.new_zeros(*like.shape[:2], capacity, like.shape[3])
+        if old is not None:
+            buffer[:, :, : old.shape[2]] = old
+        return buffer
+
+
+class ScaledEmbedding(nn.Embedding):
+    """Gemma's embedding, scaled by √H as rounded to the weight's dtype."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids) * self.weight.new_tensor(self.embedding_dim**0.5)
+
+
+EMBEDDINGS = {"qwen3": nn.Embedding, "gemma4_text": ScaledEmbedding}
+
+
+class DSparkRotaryEmbedding(nn.Module):
+    """cos and sin of absolute positions. Frequencies are a plain float32 attribute, neither parameter nor buffer, so
+    that `.to(bfloat16)` does not round them (4.7 rad of phase at position 4096) and loading on meta does not lose them."""
+
+    def __init__(self, config):
+        super().__init__()
+        with torch.device("cpu"):
+            self._frequencies, self.scaling = _rope_frequencies(config)
+
+    def forward(self, position_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """(B, n) → cos, sin (B, n, head dimension)."""
+        if self._frequencies.device != position_ids.device:
+            self._frequencies = self._frequencies.to(position_ids.device)
+        angles = position_ids[..., None].float() * self._frequencies
+        angles = torch.cat([angles, angles], dim=-1)
+        return (angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype)
+
+
+def _rope_frequencies(config) -> tuple[torch.Tensor, float]:
+    rope, head_dim = config.rope, config.head_shape[2]
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "proportional"):
+        return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    # "proportional" (Gemma-4) rotates the first part of the dimensions, at the frequencies the whole would have.
+    rotated = int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2)
+    frequencies = rope["rope_theta"] ** -(torch.arange(0, 2 * rotated, 2, dtype=torch.float32) / head_dim)
+    return nn.functional.pad(frequencies, (0, head_dim // 2 - rotated)), 1.0
+
+
+class DSparkAttention(nn.Module):
+    """Attention of block queries over [context ; block]. Context keys and values are made once by `context_key_value`."""
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__()
+        gemma = config.backbone_type == "gemma4_text"
+        norm = RMS_NORMS[config.backbone_type]
+        heads, kv_heads, self.head_dim = config.head_shape
+        self.config = config
+        self.layer_idx = layer_idx
+        self.num_key_value_groups = heads // kv_heads
+        self.scaling = 1.0 if gemma else self.head_dim**-0.5
+        self.is_causal = False
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=bias)
+        shares_value = gemma and config.attention_k_eq_v
+        self.v_proj = None if shares_value else nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=bias)
+        self.q_norm = norm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = norm(self.head_dim, eps=config.rms_norm_eps)
+        self.v_norm = Gemma4RMSNorm(self.head_dim, eps=config.rms_norm_eps, with_scale=False) if gemma else nn.Identity()
+
+    def key_value(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
+        """(B, n, H) → rotated keys and values, each (B, key/value heads, n, head dimension)."""
+        shape = (*states.shape[:2], -1, self.head_dim)
+        key = self.k_proj(states).view(shape)
+        value = key if self.v_proj is None else self.v_proj(states).view(shape)
+        key, value = self.k_norm(key).transpose(1, 2), self.v_norm(value).transpose(1, 2)
+        return key * cos[:, None] + rotate_half(key) * sin[:, None], value
+
+    def forward(self, hidden_states, context_key_value, cos, sin, attention_mask=None):
+        """Block (B, Q, H), context keys and values (B, heads, C, dim) each → (B, Q, H); mask over C + Q columns."""
+        key, value = self.key_value(hidden_states, cos, sin)
+        key = torch.cat([context_key_value[0], key], dim=2)
+        value = torch.cat([context_key_value[1], value], dim=2)
+        query = self.q_norm(self.q_proj(hidden_states).view(*hidden_states.shape[:2], -1, self.head_dim)).transpose(1, 2)
+        query, _ = apply_rotary_pos_emb(query, query[:, :1], cos, sin)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        dropout = self.config.attention_dropout if self.training else 0.0
+        output, _ = attend(
+            self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, is_causal=False
+        )
+        return self.o_proj(output.reshape(*hidden_states.shape[:2], -1))
+
+
+class DSparkMLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+
+class DSparkDecoderLayer(GradientCheckpointingLayer):
+    def __init__(self, config, layer_idx: int):
+        super().__init__()
+        norm = RMS_NORMS[config.backbone_type]
+        self.self_attn = DSparkAttention(config, layer_idx)
+        self.mlp = DSparkMLP(config)
+        self.input_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.gemma = config.backbone_type == "gemma4_text"
+        if self.gemma:
+            self.pre_feedforward_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
+            self.post_feedforward_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
+            self.register_buffer("layer_scalar", torch.ones(1))
+
+    def forward(self, hidden_states, context_key_value, cos, sin, attention_mask=None):
+        """(B, Q, H) → (B, Q, H); arguments as in `DSparkAttention.forward`."""
+        attended = self.self_attn(self.input_layernorm(hidden_states), context_key_value, cos, sin, attention_mask)
+        if not self.gemma:
+            hidden_states = hidden_states + attended
+            return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        hidden_states = hidden_states + self.post_attention_layernorm(attended)
+        fed = self.mlp(self.pre_feedforward_layernorm(hidden_states))
+        return (hidden_states + self.post_feedforward_layernorm(fed)) * self.layer_scalar

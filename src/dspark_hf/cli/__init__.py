@@ -1,0 +1,23 @@
+"""The `dspark` command: one thin file per verb."""
+
+import sys
+
+import typer
+
+from .bench import bench
+from .demo import demo
+from .generate import generate
+
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="DSpark speculative decoding.")
+for verb in (demo, generate, bench):
+    app.command()(verb)
+
+
+def main() -> None:
+    """Runs the command; what a user can mend is said in one line."""
+    try:
+        app()
+    except (ValueError, ImportError, OSError) as error:
+        print(f"dspark: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,1 @@
+"""Measuring drafters: prompts, side-by-side benchmarks, comparison of texts."""

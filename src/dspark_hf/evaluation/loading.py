@@ -1,0 +1,50 @@
+"""Loads a target, its tokenizer and a drafter for measuring, and turns prompts into model inputs."""
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..modeling_dspark import DSparkDrafterModel
+from ..packing import pack_linears, preferred_cpu_dtype
+
+
+PROMPTS = Path(__file__).parent / "prompts"
+"""The first 100 prompts of GSM8K's test split (MIT) and of a chat test set (CC0)."""
+
+
+def load_target(name: str, pack: bool = True) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The target on the GPU in bfloat16 where there is one, else on the CPU in the dtype it multiplies fastest, with
+    packed linear layers (`pack`)."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else preferred_cpu_dtype()
+    target = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+    return pack_linears(target) if pack and device == "cpu" else target, AutoTokenizer.from_pretrained(name)
+
+
+def load_pair(target_name: str, drafter_name: str, pack: bool = True):
+    """Target, tokenizer and drafter, the latter as the target is loaded.
+
+    Raises:
+        ValueError: for a drafter that is not there, or does not fit the target.
+    """
+    target, tokenizer = load_target(target_name, pack)
+    drafter = DSparkDrafterModel.from_pretrained(drafter_name, dtype=target.dtype).to(target.device).eval()
+    return target, tokenizer, pack_linears(drafter) if pack and target.device.type == "cpu" else drafter
+
+
+def load_prompts(name: str, limit: int | None = None) -> list[str]:
+    """First turns of a JSONL file of `{"turns": [...]}`, or of one that comes with the package, by name."""
+    path = PROMPTS / f"{name}.jsonl" if (PROMPTS / f"{name}.jsonl").exists() else Path(name)
+    if not path.exists():
+        known = sorted(p.stem for p in PROMPTS.glob("*.jsonl"))
+        raise ValueError(f"no prompt file {name!r}; expected a JSONL file or one of {known}")
+    return [json.loads(line)["turns"][0] for line in path.read_text(encoding="utf-8").splitlines()[:limit]]
+
+
+def chat_inputs(tokenizer: PreTrainedTokenizerBase, prompt: str, device: torch.device | str) -> dict[str, torch.Tensor]:
+    """`input_ids` and `attention_mask` (1, T) of one user turn in the model's chat template."""
+    chat = [{"role": "user", "content": prompt}]
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    return {key: inputs[key].to(device) for key in ("input_ids", "attention_mask")}

@@ -1,0 +1,535 @@
+"""DSparkDrafterModel: `draft()` proposes a block, `forward()` is the training pass.
+
+    target hidden states ──fc──hidden_norm──► context  ─┐
+    [anchor, MASK × γ−1]  ──embed──►  parallel backbone (one pass)  ─► h_1..h_γ, U_1..U_γ
+                             sequential head, left to right:  p_k ∝ exp(U_k + B(x_{k−1}))  ─► x_k
+                             confidence head:  c_k = σ(w·[h_k ; W1 x_{k−1}])   (known before x_k is drawn)
+
+Slot k of a block predicts the token at anchor + k + 1. Shapes: B rows, γ slots, H hidden size, L target layers read,
+V vocabulary, D draft vocabulary.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Callable
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from .backbone_dspark import EMBEDDINGS, RMS_NORMS, ContextCache, DSparkDecoderLayer, DSparkRotaryEmbedding
+from .configuration_dspark import DSparkConfig
+from .generation_dspark import DSparkCandidateGenerator, check_generation, speculative_decode
+from .heads_dspark import MARKOV_HEAD_CLASSES, ConfidenceHead
+from .hook_dspark import install_hook
+from .objective_dspark import (
+    Objective,
+    block_attention_mask,
+    block_labels,
+    chunked_slot_losses,
+    sample_anchors,
+    slot_weights,
+    weighted_mean,
+)
+from .scheduling_dspark import FixedLength, VerifyPolicy
+from .target_dspark import check_pair, target_states
+
+
+@dataclass
+class DSparkDraftOutput(ModelOutput):
+    """
+    token_ids (B, n): proposed tokens; n = γ, or less where `num_tokens` or `stop` cut the block.
+    logits (B, n, V): the very distributions the tokens were drawn from, before softmax, float32.
+    confidence_logits (B, n): logit of each token's chance of acceptance, float32, or None without the head.
+    hidden_states (B, γ, H): h_k of the whole block.
+    base_logits (B, γ, V): U_k of the whole block, before the sequential head.
+    cache: context keys and values, to be given back in the next round.
+    """
+
+    token_ids: torch.LongTensor | None = None
+    logits: torch.FloatTensor | None = None
+    confidence_logits: torch.FloatTensor | None = None
+    hidden_states: torch.FloatTensor | None = None
+    base_logits: torch.FloatTensor | None = None
+    cache: ContextCache | None = None
+
+
+@dataclass
+class DSparkOutput(ModelOutput):
+    """
+    loss, ce_loss, l1_loss, confidence_loss: scalars; the last two are None where the teacher or the head is missing.
+    logits (B, A, γ, V): draft logits if asked for.
+    confidence_logits (B, A, γ): float32, or None without the head.
+    acceptance (B, A, γ): 1 − ½ L1, the chance that the target accepts a draw of the slot, or None without a teacher.
+    target_ids (B, A, γ): labels.
+    loss_mask (B, A, γ): m_k, the supervised slots.
+    """
+
+    loss: torch.FloatTensor | None = None
+    ce_loss: torch.FloatTensor | None = None
+    l1_loss: torch.FloatTensor | None = None
+    confidence_loss: torch.FloatTensor | None = None
+    logits: torch.FloatTensor | None = None
+    confidence_logits: torch.FloatTensor | None = None
+    acceptance: torch.FloatTensor | None = None
+    target_ids: torch.LongTensor | None = None
+    loss_mask: torch.BoolTensor | None = None
+
+
+class DSparkDrafterModel(PreTrainedModel):
+    """A DSpark drafter. Loads this package's layout and the official checkpoints as they are.
+
+    Where the checkpoint holds no embedding or head (`has_embed_tokens`, `has_lm_head`), the target's own modules are
+    used without a copy: pass `target=` to `draft()`, call `attach_target()` before training, or let `generate()` do it.
+    """
+
+    config_class = DSparkConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    input_modalities = ("text",)
+    accepts_loss_kwargs = False  # the loss is a mean over supervised slots, not over labels
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DSparkDecoderLayer"]
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_flash_attn = False  # training needs an arbitrary block mask
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__(config)
+        norm = RMS_NORMS[config.backbone_type]
+        hidden = config.hidden_size
+        embedding = EMBEDDINGS[config.backbone_type]
+        self.embed_tokens = embedding(config.vocab_size, hidden) if config.has_embed_tokens else None
+        self.fc = nn.Linear(len(config.target_layer_ids) * hidden, hidden, bias=False)
+        self.hidden_norm = norm(hidden, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(DSparkDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = norm(hidden, eps=config.rms_norm_eps)
+        self.rotary_emb = DSparkRotaryEmbedding(config)
+        self.lm_head = nn.Linear(hidden, config.num_draft_logits, bias=False) if config.has_lm_head else None
+        self.markov_head = MARKOV_HEAD_CLASSES[config.markov_head_type](config) if config.markov_rank else None
+        self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+        if config.draft_vocab_size is not None:
+            # vLLM's convention: draft id i is target id i + d2t[i]; t2d marks the target ids that can be drafted.
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+            self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+        self._target = ()  # a tuple, so that the target is not a submodule
+        self._head_rows = WeakKeyDictionary()
+        self.verify_policy: VerifyPolicy = FixedLength()
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
+        """As in transformers, except that a missing or unknown tensor raises `ValueError`: a drafter with a random or
+        ignored part would run, exact and slow. A missing embedding or head is left to the target."""
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+        )
+        missing, unknown = set(info["missing_keys"]), set(info["unexpected_keys"])
+        for name in ("embed_tokens", "lm_head"):
+            if f"{name}.weight" in missing:
+                missing.remove(f"{name}.weight")
+                setattr(model, name, None)
+                setattr(model.config, f"has_{name}", False)
+        if missing or unknown:
+            raise ValueError(
+                f"{pretrained_model_name_or_path} does not hold the drafter that its configuration describes: "
+                f"missing tensors {sorted(missing)}, unknown tensors {sorted(unknown)}"
+            )
+        return (model, info) if output_loading_info else model
+
+    def get_input_embeddings(self):
+        return self.embed_tokens
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def attach_target(self, target: PreTrainedModel) -> "DSparkDrafterModel":
+        """Makes `target` the one whose embedding and head are used where the drafter has none, and whose states are
+        computed where a training batch brings none. It is neither saved nor trained with the drafter."""
+        check_pair(target, self)
+        self._target = (target,)
+        return self
+
+    # ---------------------------------------------------------------------------------------------------- generate()
+    # What the hook in transformers' generate() calls on an assistant.
+
+    def check_generation(self, target, generation_config) -> None:
+        """Raises `ValueError` where this drafter cannot serve the call."""
+        check_generation(target, self, generation_config)
+
+    def speculative_decode(self, target, *args, **kwargs):
+        """See `generation_dspark.speculative_decode`."""
+        return speculative_decode(self, target, *args, **kwargs)
+
+    def candidate_generator(self, target, generation_config, logits_processor, model_kwargs):
+        """The drafting half alone, for transformers' own assisted loop."""
+        return DSparkCandidateGenerator(self, target, generation_config, logits_processor, model_kwargs)
+
+    def new_cache(self, start: int = 0) -> ContextCache:
+        """An empty draft cache whose first row will sit at absolute position `start`."""
+        return ContextCache(start)
+
+    # ------------------------------------------------------------------------------------------------------ drafting
+
+    @torch.no_grad()
+    def draft(
+        self,
+        context_hidden_states: torch.Tensor,
+        anchor_ids: torch.Tensor,
+        cache: ContextCache | None = None,
+        num_tokens: int | None = None,
+        do_sample: bool = False,
+        logits_processor: Callable | None = None,
+        input_ids: torch.Tensor | None = None,
+        context_lengths: torch.Tensor | None = None,
+        stop: Callable[[torch.Tensor], bool] | None = None,
+        target: PreTrainedModel | None = None,
+    ) -> DSparkDraftOutput:
+        """Proposes the tokens that follow each row's anchor.
+
+        Args:
+            context_hidden_states: (B, n, L·H), the target's states of the tokens committed since the last round, in the
+                order of `target_layer_ids`; all tokens before the anchor in the first round.
+            anchor_ids: (B,), the newest token, not yet seen by the target.
+            cache: as returned by the last round.
+            num_tokens: propose this many, 0..γ, instead of γ.
+            do_sample: draw from the distribution instead of taking its mode.
+            logits_processor: called as `(prefix ids, logits (B, V)) -> logits` before each token; needs `input_ids`.
+            input_ids: (B, T), each row's text up to and including the anchor.
+            context_lengths: (B,), how many of the n new context rows each row really has; all by default.
+            stop: called before each token with that token's confidence logits (B,); true ends the block there.
+            target: lends its embedding and head where the drafter has none.
+
+        Raises:
+            ValueError: for shapes or counts that do not fit, before anything is computed.
+        """
+        self._check_draft(context_hidden_states, anchor_ids, num_tokens, logits_processor, input_ids)
+        batch_size = len(anchor_ids)
+        embed_tokens, head = self._embeddings_and_head(target)
+        cache = ContextCache() if cache is None else cache
+        ids = anchor_ids.new_full((batch_size, self.config.block_size), self.config.mask_token_id)
+        ids[:, 0] = anchor_ids
+        hidden = self._draft_backbone(embed_tokens(ids), context_hidden_states, context_lengths, cache)
+        base_logits = self._softcap(head(hidden))
+
+        limit = self.config.block_size if num_tokens is None else num_tokens
+        tokens, logits, confidences = [], [], []
+        previous, state = anchor_ids, None
+        for k in range(limit):
+            embedding = self.markov_head.embed(previous) if self.markov_head is not None else None
+            if self.confidence_head is not None:
+                confidence = self.confidence_head(hidden[:, k], embedding)
+                if stop is not None and stop(confidence):
+                    break
+                confidences.append(confidence)
+            step_logits = base_logits[:, k]
+            if self.markov_head is not None:
+                latent, state = self.markov_head.latent(embedding, hidden[:, k], state)
+                step_logits = step_logits + self.markov_head.project(latent)
+            step_logits = self.to_target_vocabulary(step_logits).float()
+            if logits_processor:
+                prefix = torch.cat([input_ids, *(t[:, None] for t in tokens)], dim=1)
+                step_logits = _processed(logits_processor, prefix, step_logits)
+            if do_sample:
+                previous = torch.multinomial(step_logits.softmax(dim=-1), 1)[:, 0]
+            else:
+                previous = step_logits.argmax(dim=-1)
+            tokens.append(previous)
+            logits.append(step_logits)
+
+        empty = hidden.new_zeros((batch_size, 0), dtype=torch.float32)
+        return DSparkDraftOutput(
+            token_ids=torch.stack(tokens, dim=1) if tokens else empty.long(),
+            logits=torch.stack(logits, dim=1) if tokens else empty.new_zeros((batch_size, 0, self.config.vocab_size)),
+            confidence_logits=None
+            if self.confidence_head is None
+            else (torch.stack(confidences, dim=1) if confidences else empty),
+            hidden_states=hidden,
+            base_logits=self.to_target_vocabulary(base_logits),
+            cache=cache,
+        )
+
+    def _draft_backbone(self, embeds, context_hidden_states, context_lengths, cache: ContextCache) -> torch.Tensor:
+        """One pass over the block, (B, γ, H) → h (B, γ, H); the new context rows enter `cache`."""
+        batch_size, count = context_hidden_states.shape[:2]
+        device, block_size = embeds.device, embeds.shape[1]
+        dtype = self.fc.weight.dtype
+        embeds = embeds.to(dtype)
+        context = self.hidden_norm(self.fc(context_hidden_states.to(device, dtype)))
+        context_positions = cache.positions(count, batch_size, device)
+        counts = torch.full((batch_size,), count, device=device) if context_lengths is None else context_lengths
+        positions = context_positions[:, :1] + counts[:, None] + torch.arange(block_size, device=device)
+        context_cos_sin = self.rotary_emb(context_positions, dtype)
+        cos, sin = self.rotary_emb(positions, dtype)
+
+        key_values = []
+        for i, layer in enumerate(self.layers):
+            key_values.append(cache.write(i, *layer.self_attn.key_value(context, *context_cos_sin)))
+        cache.advance(counts, None if context_lengths is not None else count)
+        mask = None
+        if batch_size > 1:
+            width = key_values[0][0].shape[2]
+            seen = torch.arange(width, device=device) < cache.lengths[:, None]
+            seen = nn.functional.pad(seen, (0, block_size), value=True)[:, None, None]
+            mask = self._attention_mask(seen.expand(-1, 1, block_size, -1), dtype)
+        for layer, key_value in zip(self.layers, key_values, strict=True):
+            embeds = layer(embeds, key_value, cos, sin, mask)
+        return self.norm(embeds)
+
+    def to_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+        """(..., D) → (..., V), −inf for tokens that cannot be drafted; the same tensor where D = V."""
+        if self.config.draft_vocab_size is None:
+            return logits
+        whole = logits.new_full((*logits.shape[:-1], self.config.vocab_size), float("-inf"))
+        return whole.index_copy(-1, self._draft_token_ids(), logits)
+
+    def _draft_token_ids(self) -> torch.Tensor:
+        """Target ids of the draft vocabulary, (D,)."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def _embeddings_and_head(self, target: PreTrainedModel | None) -> tuple[nn.Module, Callable]:
+        """The embedding and the head (…, H) → (…, D): the drafter's own, else the target's."""
+        target = target or (self._target[0] if self._target else None)
+        if target is None and (self.embed_tokens is None or self.lm_head is None):
+            raise ValueError(
+                "this drafter has no embedding or head of its own (has_embed_tokens, has_lm_head): pass target=, or "
+                "call attach_target(target)"
+            )
+        embed_tokens, head = self.embed_tokens, self.lm_head
+        if embed_tokens is None:
+            embed_tokens = partial(_call_on_target, target.get_input_embeddings(), target)
+        if head is None and self.config.draft_vocab_size is not None:
+            head = self._rows_of(target)
+        elif head is None:
+            head = partial(_call_on_target, target.get_output_embeddings(), target)
+        return embed_tokens, head
+
+    @torch.no_grad()
+    def _rows_of(self, target: PreTrainedModel) -> nn.Linear:
+        """The rows of the target's head that can be drafted, taken once by calling it on unit vectors, since a
+        quantised or hooked head has no weight to index."""
+        head = target.get_output_embeddings()
+        if head not in self._head_rows:
+            ids, size = self._draft_token_ids(), self.config.hidden_size
+            dtype = self.fc.weight.dtype
+            call = partial(_call_on_target, head, target)
+            bias = call(torch.zeros(1, size, device=self.device, dtype=dtype))[0, ids].to(dtype)
+            units = torch.eye(size, device=self.device, dtype=dtype)
+            columns = torch.cat([call(part)[:, ids].to(dtype) - bias for part in units.split(64)])
+            rows = nn.Linear(size, len(ids), bias=bool(bias.any()), device=self.device, dtype=dtype)
+            rows.requires_grad_(False)
+            rows.weight.copy_(columns.T)
+            if rows.bias is not None:
+                rows.bias.copy_(bias)
+            self._head_rows[head] = rows
+        return self._head_rows[head]
+
+    def _softcap(self, logits: torch.Tensor) -> torch.Tensor:
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _attention_mask(self, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Bool mask, true where attended, in the form that the attention implementation takes."""
+        if self.config._attn_implementation == "sdpa":
+            return mask
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+
+    def _check_draft(self, context, anchor_ids, num_tokens, logits_processor, input_ids) -> None:
+        width = len(self.config.target_layer_ids) * self.config.hidden_size
+        if context.ndim != 3 or context.shape[-1] != width:
+            raise ValueError(
+                f"context_hidden_states has shape {tuple(context.shape)}, expected (B, n, {width}): "
+                f"{len(self.config.target_layer_ids)} layers of {self.config.hidden_size}"
+            )
+        if anchor_ids.shape != context.shape[:1]:
+            raise ValueError(f"anchor_ids has shape {tuple(anchor_ids.shape)}, expected ({context.shape[0]},)")
+        if num_tokens is not None and not 0 <= num_tokens <= self.config.block_size:
+            raise ValueError(f"num_tokens is {num_tokens}, expected 0..{self.config.block_size} (block_size)")
+        if logits_processor and input_ids is None:
+            raise ValueError("logits_processor was given without input_ids, expected the text up to the anchor (B, T)")
+
+    # ------------------------------------------------------------------------------------------------------ training
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor,
+        loss_mask: torch.Tensor | None = None,
+        target_hidden_states: torch.Tensor | None = None,
+        target_last_hidden_states: torch.Tensor | None = None,
+        anchor_positions: torch.LongTensor | None = None,
+        anchor_mask: torch.BoolTensor | None = None,
+        output_logits: bool = False,
+        attention_mask: torch.Tensor | None = None,
+        target_logsumexp: torch.Tensor | None = None,
+        objective: Objective | None = None,
+        return_loss: bool = True,
+    ) -> DSparkOutput:
+        """The training pass over blocks anchored in known text.
+
+        Args:
+            input_ids: (B, T), right-padded.
+            loss_mask: (B, T), true on the tokens to be learnt (the response); all of `attention_mask` by default.
+            target_hidden_states: (B, T, L·H), states of `target_layer_ids`; computed by the attached target if absent.
+            target_last_hidden_states: (B, T, H), states after the target's final norm; without them only CE is learnt.
+            anchor_positions, anchor_mask: (B, A), drawn from `loss_mask` if absent.
+            output_logits: return the draft logits too, (B, A, γ, V), at the price of their memory.
+            attention_mask: (B, T), false on padding; needed only where the attached target computes the states.
+            target_logsumexp: (B, T), the target's normaliser, for a reduced draft vocabulary; computed if absent.
+            objective: weights of the loss terms; the paper's by default, CE alone for a drafter without heads (DFlash).
+            return_loss: read by `Trainer`, which evaluates the loss only where this parameter is.
+        """
+        if input_ids.ndim != 2:
+            raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}, expected (B, T)")
+        if loss_mask is None:
+            loss_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if target_hidden_states is None:
+            target_hidden_states, target_last_hidden_states = self._attached_target_states(input_ids, attention_mask)
+        if anchor_positions is None:
+            anchor_positions, anchor_mask = sample_anchors(loss_mask, self.config.num_anchors)
+        elif anchor_mask is None:
+            anchor_mask = torch.ones_like(anchor_positions, dtype=torch.bool)
+        objective = objective or self.default_objective(target_last_hidden_states is not None)
+
+        hidden = self._block_states(input_ids, target_hidden_states, anchor_positions, anchor_mask)
+        labels, slot_mask = block_labels(input_ids, loss_mask, anchor_positions, anchor_mask, self.config.block_size)
+        anchors = input_ids.gather(1, anchor_positions)
+        previous = torch.cat([anchors[..., None], labels[..., :-1]], dim=-1)
+        embeddings, latents = None, None
+        if self.markov_head is not None:
+            embeddings = self.markov_head.embed(previous)
+            latents = self.markov_head.block_latents(embeddings, hidden)
+        confidence_logits = None if self.confidence_head is None else self.confidence_head(hidden, embeddings)
+
+        ce, l1 = self._slot_losses(
+            hidden, latents, labels, slot_mask, anchor_positions, target_last_hidden_states, target_logsumexp, objective
+        )
+        weights = slot_weights(slot_mask, objective.decay)
+        ce_loss = weighted_mean(ce, weights)
+        loss, l1_loss, confidence_loss, acceptance = objective.ce_weight * ce_loss, None, None, None
+        if l1 is not None:
+            acceptance = (1.0 - 0.5 * l1.detach()).clamp(0.0, 1.0)
+            l1_loss = weighted_mean(l1, weights)
+            loss = loss + objective.l1_weight * l1_loss
+            if confidence_logits is not None:
+                bce = nn.functional.binary_cross_entropy_with_logits(confidence_logits, acceptance, reduction="none")
+                confidence_loss = weighted_mean(bce, weights)
+                loss = loss + objective.confidence_weight * confidence_loss
+        return DSparkOutput(
+            loss=loss,
+            ce_loss=ce_loss.detach(),
+            l1_loss=None if l1_loss is None else l1_loss.detach(),
+            confidence_loss=None if confidence_loss is None else confidence_loss.detach(),
+            logits=self.to_target_vocabulary(self._draft_logits(hidden, latents)) if output_logits else None,
+            confidence_logits=confidence_logits,
+            acceptance=acceptance,
+            target_ids=labels,
+            loss_mask=slot_mask,
+        )
+
+    def default_objective(self, has_teacher: bool) -> Objective:
+        """The paper's weights; CE alone without a teacher, or without any head (DFlash)."""
+        headless = self.markov_head is None and self.confidence_head is None
+        return Objective() if has_teacher and not headless else Objective(1.0, 0.0, 0.0)
+
+    def _attached_target_states(self, input_ids, attention_mask):
+        if not self._target:
+            raise ValueError("target_hidden_states is missing and no target attached: call attach_target(target)")
+        return target_states(self._target[0], input_ids, attention_mask, self.config.target_layer_ids)
+
+    def _block_states(self, input_ids, target_hidden_states, positions, anchor_mask) -> torch.Tensor:
+        """h of all blocks in one pass, (B, A, γ, H)."""
+        batch_size, length = input_ids.shape
+        block_size, dtype = self.config.block_size, self.fc.weight.dtype
+        embed_tokens, _ = self._embeddings_and_head(None)
+        blocks = input_ids.new_full((*positions.shape, block_size), self.config.mask_token_id)
+        blocks[..., 0] = torch.where(anchor_mask, input_ids.gather(1, positions), self.config.mask_token_id)
+        hidden = embed_tokens(blocks.flatten(1)).to(dtype)
+        context = self.hidden_norm(self.fc(target_hidden_states.to(dtype)))
+
+        text = torch.arange(length, device=input_ids.device).expand(batch_size, -1)
+        slots = (positions[..., None] + torch.arange(block_size, device=input_ids.device)).flatten(1)
+        context_cos_sin, (cos, sin) = self.rotary_emb(text, dtype), self.rotary_emb(slots, dtype)
+        mask = block_attention_mask(positions, anchor_mask, block_size, length)
+        mask = self._attention_mask(mask, hidden.dtype)
+        for layer in self.layers:
+            key_value = layer.self_attn.key_value(context, *context_cos_sin)
+            hidden = layer(hidden, key_value, cos, sin, mask)
+        return self.norm(hidden).unflatten(1, (-1, block_size))
+
+    def _draft_logits(self, hidden: torch.Tensor, latents: torch.Tensor | None) -> torch.Tensor:
+        _, head = self._embeddings_and_head(None)
+        logits = self._softcap(head(hidden))
+        return logits if latents is None else logits + self.markov_head.project(latents)
+
+    def _slot_losses(
+        self, hidden, latents, labels, slot_mask, positions, last_hidden_states, logsumexp, objective
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """CE and L1 of every slot, (B, A, γ) float32, 0 where unsupervised; L1 is None without a teacher."""
+        has_teacher = last_hidden_states is not None
+        _, head = self._embeddings_and_head(None)
+        text, anchor, slot = slot_mask.nonzero(as_tuple=True)
+        rows = positions[text, anchor] + slot
+        if has_teacher:
+            rows = rows + text * last_hidden_states.shape[1]
+            last_hidden_states = last_hidden_states.flatten(0, 1)
+            if self.config.draft_vocab_size is None:
+                logsumexp = None
+            elif logsumexp is None:
+                logsumexp = self._target_logsumexp(last_hidden_states, rows, objective.chunk_size)
+        ce, l1 = chunked_slot_losses(
+            self._draft_logits,
+            lambda states: self._softcap(head(states)),
+            hidden[slot_mask],
+            None if latents is None else latents[slot_mask],
+            self._draft_labels(labels[slot_mask]),
+            last_hidden_states,
+            rows,
+            None if logsumexp is None else logsumexp.flatten(),
+            objective.chunk_size,
+        )
+        zeros = torch.zeros(slot_mask.shape, dtype=torch.float32, device=hidden.device)
+        ce = zeros.masked_scatter(slot_mask, ce)
+        return ce, zeros.masked_scatter(slot_mask, l1) if has_teacher else None
+
+    def _draft_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        """Target ids → draft ids, −100 for those that cannot be drafted; the same tensor where D = V."""
+        if self.config.draft_vocab_size is None:
+            return labels
+        ids = self._draft_token_ids()
+        draft_ids = labels.new_full((self.config.vocab_size,), -100)
+        draft_ids[ids] = torch.arange(len(ids), device=ids.device)
+        return draft_ids[labels]
+
+    @torch.no_grad()
+    def _target_logsumexp(self, states: torch.Tensor, rows: torch.Tensor, chunk_size: int) -> torch.Tensor:
+        """The target's normaliser at the given rows of its last states (B·T, H) → (B·T,), 0 elsewhere."""
+        if not self._target:
+            raise ValueError("target_logsumexp is missing and no target attached: call attach_target(target)")
+        head = partial(_call_on_target, self._target[0].get_output_embeddings(), self._target[0])
+        result = torch.zeros(len(states), dtype=torch.float32, device=states.device)
+        for part in rows.unique().split(chunk_size):
+            result[part] = self._softcap(head(states[part])).float().logsumexp(dim=-1)
+        return result
+
+
+def _call_on_target(module: nn.Module, target: PreTrainedModel, inputs: torch.Tensor) -> torch.Tensor:
+    """Calls one of the target's modules as its device and dtype want it, and brings the result back."""
+    moved = inputs.to(target.device, target.dtype) if inputs.is_floating_point() else inputs.to(target.device)
+    return module(moved).to(inputs.device)
+
+
+def _processed(logits_processor: Callable, prefix: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Draft logits (B, V) after the processors. Where these allow only tokens that cannot be drafted, every token they
+    allow is as good as another."""
+    processed = logits_processor(prefix, logits.clone())
+    stuck = ~processed.isfinite().any(dim=-1, keepdim=True)
+    if not stuck.any():
+        return processed
+    return torch.where(stuck, logits_processor(prefix, torch.zeros_like(logits)), processed)
+
+
+DSparkDrafterModel.register_for_auto_class("AutoModel")
+install_hook()

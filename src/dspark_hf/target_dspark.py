@@ -1,0 +1,90 @@
+"""What a drafter needs of its target: the fit of the pair, and the hidden states that it reads.
+
+Only the target's public face is used (`config`, `get_input_embeddings`, `get_output_embeddings`, `get_decoder`), so that
+any decoder-only model of transformers, wrapped by PEFT or quantised, can be one.
+"""
+
+import inspect
+
+import torch
+from transformers import Cache, GenerationMixin, PreTrainedModel
+
+
+# The name under which models take and return their cache: "cache" since transformers 5.24.
+CACHE_NAME = (
+    "cache"
+    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    else "past_key_values"
+)
+
+# Layers with a recurrent state, which cannot take back a rejected token.
+_RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "hybrid")
+
+
+def check_pair(target: PreTrainedModel, drafter: PreTrainedModel) -> None:
+    """Raises `ValueError` where `drafter` cannot draft for `target`."""
+    config, draft = target.config.get_text_config(), drafter.config
+    name = target.config.model_type
+    if target.config.is_encoder_decoder:
+        raise ValueError(f"the target {name!r} is an encoder-decoder, expected a decoder-only model")
+    kinds = {kind for kind in getattr(config, "layer_types", None) or () if kind not in ("full_attention", None)}
+    recurrent = sorted(kind for kind in kinds if kind.startswith(_RECURRENT_LAYERS)) or getattr(target, "_is_stateful", 0)
+    if recurrent:
+        raise ValueError(
+            f"the target {name!r} has recurrent layers {recurrent if kinds else ''}, whose state cannot be rolled back "
+            "when a drafted token is rejected; expected a model with attention layers only"
+        )
+    for key, theirs in (
+        ("vocab_size", config.vocab_size),
+        ("hidden_size", config.hidden_size),
+        ("num_target_layers", config.num_hidden_layers),
+    ):
+        if getattr(draft, key) != theirs:
+            raise ValueError(f"the drafter was made for a target with {key} {getattr(draft, key)}, {name!r} has {theirs}")
+
+
+def cache_of(outputs) -> Cache:
+    """The cache in a model's outputs."""
+    return outputs[CACHE_NAME]
+
+
+def cache_length(cache: Cache) -> int:
+    """Tokens held."""
+    return int(cache.get_seq_length())
+
+
+def is_static(cache: Cache) -> bool:
+    """Whether the cache has a fixed number of places."""
+    return bool(cache.is_compileable)
+
+
+def hidden_state_indices(layer_ids: list[int]) -> list[int]:
+    """Indices into transformers' `hidden_states`, whose first entry is the embedding output (layer −1)."""
+    return [layer_id + 1 for layer_id in layer_ids]
+
+
+def context_states(hidden_states: tuple[torch.Tensor, ...], layer_ids: list[int]) -> torch.Tensor:
+    """The states a drafter reads, side by side: a model's `hidden_states`, (B, T, H) each → (B, T, L·H)."""
+    device = hidden_states[hidden_state_indices(layer_ids)[-1]].device
+    return torch.cat([hidden_states[i].to(device) for i in hidden_state_indices(layer_ids)], dim=-1)
+
+
+@torch.no_grad()
+def target_states(
+    target: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, layer_ids: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs the target over known text, without its vocabulary projection.
+
+    Args:
+        input_ids, attention_mask: (B, T), right-padded.
+
+    Returns:
+        The context states (B, T, L·H) and the states after the final norm (B, T, H).
+    """
+    outputs = target.get_decoder()(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        output_hidden_states=hidden_state_indices(layer_ids),
+        use_cache=False,
+    )
+    return context_states(outputs.hidden_states, layer_ids), outputs.last_hidden_state

@@ -1,0 +1,35 @@
+"""What several test files need: the recorded models and numbers in `fixtures/`, small random models."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from dspark_hf import DSparkDrafterModel
+
+FIXTURES = Path(__file__).parent / "fixtures"
+QWEN3 = ("qwen3_vanilla", "qwen3_gated", "qwen3_rnn", "qwen3_vanilla_plainconf", "qwen3_dflash")
+DRAFTERS = (*QWEN3, "gemma4_vanilla")
+
+
+def load_target(name: str = "qwen3", **kwargs):
+    """A new copy of the target `name`, frozen and in eval mode."""
+    return AutoModelForCausalLM.from_pretrained(FIXTURES / f"target_{name}", **kwargs).eval().requires_grad_(False)
+
+
+def load_drafter(name: str = "qwen3_vanilla", **kwargs) -> DSparkDrafterModel:
+    """A new copy of the drafter `name`, in eval mode."""
+    return DSparkDrafterModel.from_pretrained(FIXTURES / f"drafter_{name}", **kwargs).eval()
+
+
+def expected(name: str, prefix: str = "") -> dict[str, torch.Tensor]:
+    """What the official implementation computed for the drafter `name`: its tensors under `prefix`."""
+    tensors = load_file(FIXTURES / "expected" / f"{name}.safetensors")
+    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+
+
+def expected_greedy(name: str):
+    """Its recorded greedy traces."""
+    return json.loads((FIXTURES / "expected" / f"{name}_greedy.json").read_text())
