@@ -1,5 +1,5 @@
-"""Fixtures shared by all tests. `target(name)` and `drafter(name)` give models loaded once for the whole run; a test that
-changes one takes a copy of its own with `helpers.load_target`, `helpers.load_drafter`."""
+"""Fixtures of all tests. `target(name)` and `drafter(name)` give models that are loaded once for the whole run; a test
+that changes one takes a copy of its own with `helpers.load_target`, `helpers.load_drafter`."""
 
 from functools import cache
 
@@ -31,7 +31,7 @@ def target():
 
 @pytest.fixture
 def drafter():
-    """`drafter("qwen3_vanilla")`, …; not to be changed, except for `verify_policy` and gradients, reset after the test."""
+    """`drafter("qwen3_vanilla")`, …; not to be changed, `verify_policy` and gradients aside, reset after each test."""
     used = []
 
     def load(name: str = "qwen3_vanilla"):

@@ -30,6 +30,13 @@ def expected(name: str, prefix: str = "") -> dict[str, torch.Tensor]:
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
 
 
+def training_batch(name: str = "qwen3_vanilla") -> dict[str, torch.Tensor]:
+    """The inputs of its recorded training pass, as arguments of `forward()`: 2 texts of 64 tokens, 6 anchors."""
+    recorded = expected(name, "train.")
+    keys = ("input_ids", "loss_mask", "target_hidden_states", "target_last_hidden_states", "anchor_positions")
+    return {key: recorded[key] for key in keys} | {"anchor_mask": recorded["block_keep_mask"]}
+
+
 def expected_greedy(name: str):
     """Its recorded greedy traces."""
     return json.loads((FIXTURES / "expected" / f"{name}_greedy.json").read_text())

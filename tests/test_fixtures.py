@@ -1,8 +1,8 @@
-"""The drafters compute what the official implementation computed, to 1e-5: drafting, training pass, losses, gradients."""
+"""The drafters compute what the official implementation computed, to 1e-5: drafts, training pass, losses, gradients."""
 
 import pytest
 import torch
-from helpers import DRAFTERS, expected
+from helpers import DRAFTERS, expected, training_batch
 
 
 def assert_close(actual, wanted, name):
@@ -29,15 +29,7 @@ def test_training_pass(drafter, name):
     model, wanted = drafter(name), expected(name, "train.")
     real, supervised = wanted["block_keep_mask"], wanted["eval_mask"]
     assert not real.all() and not supervised[real].all()  # so that both masks are put to the test
-    output = model(
-        wanted["input_ids"],
-        loss_mask=wanted["loss_mask"],
-        target_hidden_states=wanted["target_hidden_states"],
-        target_last_hidden_states=wanted["target_last_hidden_states"],
-        anchor_positions=wanted["anchor_positions"],
-        anchor_mask=real,
-        output_logits=True,
-    )
+    output = model(**training_batch(name), output_logits=True)
     assert torch.equal(output.loss_mask, supervised)
     assert torch.equal(output.target_ids, wanted["target_ids"])
     assert_close(output.logits[real], wanted["draft_logits"][real], "logits")

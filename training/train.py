@@ -1,6 +1,6 @@
 """Trains a drafter from a YAML recipe: answers the prompts with the target, trains, saves.
 
-    python training/train.py training/configs/smollm2-135m.yaml --prompts gsm8k_train.jsonl chat_train.jsonl
+python training/train.py training/configs/smollm2-135m.yaml --prompts gsm8k_train.jsonl chat_train.jsonl
 """
 
 import argparse
@@ -17,8 +17,8 @@ from dspark_hf.training import (
     ReplayStream,
     collate,
     count_draft_vocabulary,
+    end_token_ids,
     load_answers,
-    set_draft_vocabulary,
     write_answers,
 )
 
@@ -50,8 +50,7 @@ def main() -> None:
     drafter = DSparkDrafterModel(DSparkConfig.for_target(target.config, **recipe["drafter"]))
     vocabulary = drafter.config.draft_vocab_size
     if vocabulary is not None:
-        ends = torch.as_tensor(target.generation_config.eos_token_id).reshape(-1).tolist()
-        set_draft_vocabulary(drafter, count_draft_vocabulary(samples, vocabulary, ends))
+        drafter.set_draft_vocabulary(count_draft_vocabulary(samples, vocabulary, end_token_ids(target)))
     drafter.attach_target(target)
     stream = ReplayStream(
         samples,

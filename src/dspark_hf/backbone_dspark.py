@@ -16,13 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3RMSNorm,
-    apply_rotary_pos_emb,
-    eager_attention_forward,
-    rotate_half,
-)
-
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, eager_attention_forward, rotate_half
 
 RMS_NORMS = {"qwen3": Qwen3RMSNorm, "gemma4_text": Gemma4RMSNorm}
 
@@ -30,8 +24,8 @@ RMS_NORMS = {"qwen3": Qwen3RMSNorm, "gemma4_text": Gemma4RMSNorm}
 class ContextCache:
     """Context keys and values of every draft layer, kept across rounds.
 
-    Rows are left-aligned in one buffer per layer, (B, key/value heads, capacity, head dimension), with a length per row;
-    what lies beyond a row's length is never attended and later overwritten. Only committed tokens enter, so that
+    Rows are left-aligned in one buffer per layer, (B, key/value heads, capacity, head dimension), with a length per
+    row; what lies beyond a row's length is never attended and later overwritten. Only committed tokens enter, so that
     nothing is ever taken out.
 
     Args:
@@ -44,11 +38,11 @@ class ContextCache:
         self.max_length = 0  # longest row, known on the host
         self.buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def positions(self, count: int, batch_size: int, device: torch.device) -> torch.Tensor:
-        """Absolute positions of the next `count` tokens of each row, (B, count)."""
+    def ends(self, batch_size: int, device: torch.device) -> torch.Tensor:
+        """Absolute position of the next token of each row, (B,)."""
         if self.lengths is None:
             self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
-        return (self.lengths + self.start)[:, None] + torch.arange(count, device=device)
+        return self.lengths + self.start
 
     def write(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Puts new rows (B, heads, n, dim) behind each row's end; returns the filled part of the layer's buffers."""
@@ -63,10 +57,10 @@ class ContextCache:
             buffer[rows, :, slots] = new.transpose(1, 2)
         return tuple(buffer[:, :, :end] for buffer in self.buffers[layer_idx])
 
-    def advance(self, counts: torch.Tensor, count: int | None = None) -> None:
-        """Counts the rows just written as held: `counts` (B,), or `count` for every row, known on the host."""
-        self.lengths = self.lengths + counts
-        self.max_length = int(self.lengths.max()) if count is None else self.max_length + count
+    def advance(self, count: int | torch.Tensor) -> None:
+        """Counts the rows just written as held: the same number in every row, or (B,)."""
+        self.lengths = self.lengths + count
+        self.max_length = self.max_length + count if isinstance(count, int) else int(self.lengths.max())
 
     @staticmethod
     def _grown(like: torch.Tensor, end: int, old: torch.Tensor | None = None) -> torch.Tensor:
@@ -77,19 +71,9 @@ class ContextCache:
         return buffer
 
 
-class ScaledEmbedding(nn.Embedding):
-    """Gemma's embedding, scaled by √H as rounded to the weight's dtype."""
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return super().forward(input_ids) * self.weight.new_tensor(self.embedding_dim**0.5)
-
-
-EMBEDDINGS = {"qwen3": nn.Embedding, "gemma4_text": ScaledEmbedding}
-
-
 class DSparkRotaryEmbedding(nn.Module):
-    """cos and sin of absolute positions. Frequencies are a plain float32 attribute, neither parameter nor buffer, so
-    that `.to(bfloat16)` does not round them (4.7 rad of phase at position 4096) and loading on meta does not lose them."""
+    """cos and sin of absolute positions. Frequencies are a plain float32 attribute, neither parameter nor buffer:
+    `.to(bfloat16)` does not round them (4.7 rad of phase at position 4096), and loading on meta does not lose them."""
 
     def __init__(self, config):
         super().__init__()
@@ -109,23 +93,28 @@ def _rope_frequencies(config) -> tuple[torch.Tensor, float]:
     rope, head_dim = config.rope, config.head_shape[2]
     kind = rope.get("rope_type", "default")
     if kind not in ("default", "proportional"):
-        return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        nested = "full_attention" if "full_attention" in config.rope_parameters else None
+        return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=nested)
     # "proportional" (Gemma-4) rotates the first part of the dimensions, at the frequencies the whole would have.
     rotated = int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2)
     frequencies = rope["rope_theta"] ** -(torch.arange(0, 2 * rotated, 2, dtype=torch.float32) / head_dim)
     return nn.functional.pad(frequencies, (0, head_dim // 2 - rotated)), 1.0
 
 
-class DSparkAttention(nn.Module):
-    """Attention of block queries over [context ; block]. Context keys and values are made once by `context_key_value`."""
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """RoPE: (B, heads, n, dim) by the angles of cos, sin (B, n, dim)."""
+    return states * cos[:, None] + rotate_half(states) * sin[:, None]
 
-    def __init__(self, config, layer_idx: int):
+
+class DSparkAttention(nn.Module):
+    """Attention of block queries over [context ; block]. `key_value` makes both parts' keys and values."""
+
+    def __init__(self, config):
         super().__init__()
         gemma = config.backbone_type == "gemma4_text"
         norm = RMS_NORMS[config.backbone_type]
         heads, kv_heads, self.head_dim = config.head_shape
         self.config = config
-        self.layer_idx = layer_idx
         self.num_key_value_groups = heads // kv_heads
         self.scaling = 1.0 if gemma else self.head_dim**-0.5
         self.is_causal = False
@@ -137,29 +126,31 @@ class DSparkAttention(nn.Module):
         self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=bias)
         self.q_norm = norm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = norm(self.head_dim, eps=config.rms_norm_eps)
-        self.v_norm = Gemma4RMSNorm(self.head_dim, eps=config.rms_norm_eps, with_scale=False) if gemma else nn.Identity()
+        self.v_norm = (
+            Gemma4RMSNorm(self.head_dim, eps=config.rms_norm_eps, with_scale=False) if gemma else nn.Identity()
+        )
 
     def key_value(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
         """(B, n, H) → rotated keys and values, each (B, key/value heads, n, head dimension)."""
-        shape = (*states.shape[:2], -1, self.head_dim)
-        key = self.k_proj(states).view(shape)
-        value = key if self.v_proj is None else self.v_proj(states).view(shape)
+        shape = (-1, self.head_dim)
+        key = self.k_proj(states).unflatten(-1, shape)
+        value = key if self.v_proj is None else self.v_proj(states).unflatten(-1, shape)
         key, value = self.k_norm(key).transpose(1, 2), self.v_norm(value).transpose(1, 2)
-        return key * cos[:, None] + rotate_half(key) * sin[:, None], value
+        return rotate(key, cos, sin), value
 
-    def forward(self, hidden_states, context_key_value, cos, sin, attention_mask=None):
-        """Block (B, Q, H), context keys and values (B, heads, C, dim) each → (B, Q, H); mask over C + Q columns."""
+    def forward(self, hidden_states, context_key, context_value, cos, sin, attention_mask=None):
+        """Block (B, Q, H), context keys and values (B, key/value heads, C, dim) → (B, Q, H); cos, sin of the block's
+        positions (B, Q, dim); mask over C + Q columns."""
+        query = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        query = rotate(self.q_norm(query).transpose(1, 2), cos, sin)
         key, value = self.key_value(hidden_states, cos, sin)
-        key = torch.cat([context_key_value[0], key], dim=2)
-        value = torch.cat([context_key_value[1], value], dim=2)
-        query = self.q_norm(self.q_proj(hidden_states).view(*hidden_states.shape[:2], -1, self.head_dim)).transpose(1, 2)
-        query, _ = apply_rotary_pos_emb(query, query[:, :1], cos, sin)
+        key, value = torch.cat([context_key, key], dim=2), torch.cat([context_value, value], dim=2)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = self.config.attention_dropout if self.training else 0.0
         output, _ = attend(
             self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, is_causal=False
         )
-        return self.o_proj(output.reshape(*hidden_states.shape[:2], -1))
+        return self.o_proj(output.flatten(2))
 
 
 class DSparkMLP(nn.Module):
@@ -175,10 +166,10 @@ class DSparkMLP(nn.Module):
 
 
 class DSparkDecoderLayer(GradientCheckpointingLayer):
-    def __init__(self, config, layer_idx: int):
+    def __init__(self, config):
         super().__init__()
         norm = RMS_NORMS[config.backbone_type]
-        self.self_attn = DSparkAttention(config, layer_idx)
+        self.self_attn = DSparkAttention(config)
         self.mlp = DSparkMLP(config)
         self.input_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
@@ -188,9 +179,9 @@ class DSparkDecoderLayer(GradientCheckpointingLayer):
             self.post_feedforward_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
             self.register_buffer("layer_scalar", torch.ones(1))
 
-    def forward(self, hidden_states, context_key_value, cos, sin, attention_mask=None):
+    def forward(self, hidden_states, *attention_arguments):
         """(B, Q, H) → (B, Q, H); arguments as in `DSparkAttention.forward`."""
-        attended = self.self_attn(self.input_layernorm(hidden_states), context_key_value, cos, sin, attention_mask)
+        attended = self.self_attn(self.input_layernorm(hidden_states), *attention_arguments)
         if not self.gemma:
             hidden_states = hidden_states + attended
             return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))

@@ -8,7 +8,7 @@ sequential head (`markov_rank`, `markov_head_type`) and its confidence head.
 from typing import Any
 
 from transformers import PreTrainedConfig
-
+from transformers.activations import ACT2FN
 
 BACKBONES = {"qwen3": "Qwen3DSparkModel", "gemma4_text": "Gemma4DSparkModel"}
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
@@ -16,8 +16,8 @@ _DRAFT_KEYS = ("block_size", "mask_token_id", "target_layer_ids", "num_target_la
                "enable_confidence_head")  # fmt: skip
 _SHAPE_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                "num_key_value_heads", "head_dim", "rope_parameters")  # fmt: skip
-# Frequencies of these types depend on the length seen so far; cached context keys would be rotated by the wrong ones.
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+# The others' frequencies depend on the length seen so far: cached context keys would be rotated by the wrong ones.
+_ROPE_TYPES = {"qwen3": ("default", "linear", "llama3", "yarn"), "gemma4_text": ("default", "proportional")}
 
 
 class DSparkConfig(PreTrainedConfig):
@@ -43,6 +43,7 @@ class DSparkConfig(PreTrainedConfig):
 
     model_type = "dspark"
     keys_to_ignore_at_inference = ["cache", "hidden_states"]
+    has_no_defaults_at_init = True  # transformers 5.18 would build a default configuration when it prints or saves one
 
     backbone_type: str = "qwen3"
     # the block and what it reads
@@ -88,6 +89,8 @@ class DSparkConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any):
         # Gemma configurations say `hidden_activation`; inside there is one name.
         self.hidden_act = kwargs.pop("hidden_activation", None) or self.hidden_act
+        if kwargs.get("rope_theta") is not None:  # the flat RoPE keys of transformers 4
+            kwargs = self.convert_rope_params_to_dict(**kwargs)
         self._check(kwargs)
         self.target_layer_ids = list(self.target_layer_ids)
         self.layer_types = self.layer_types or ["full_attention"] * self.num_hidden_layers
@@ -116,24 +119,22 @@ class DSparkConfig(PreTrainedConfig):
         """A Qwen3-form configuration fitting `target_config` (sizes, RoPE, special tokens).
 
         `overrides` must hold the draft keys: `block_size`, `mask_token_id`, `target_layer_ids`, `num_hidden_layers`,
-        `markov_rank`, `enable_confidence_head` and what these require.
+        `markov_rank`, `enable_confidence_head` and what these require; and what the target has no equal of.
         """
         text = target_config.get_text_config()
+        copied = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+                  "head_dim", "rms_norm_eps", "max_position_embeddings", "final_logit_softcapping", "pad_token_id",
+                  "bos_token_id", "eos_token_id")  # fmt: skip
+        keys = {key: getattr(text, key) for key in copied if hasattr(text, key)}
         heads = text.num_attention_heads
-        keys = {
-            key: getattr(text, key)
-            for key in ("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps", "max_position_embeddings",
-                        "pad_token_id", "bos_token_id", "eos_token_id")
-        }  # fmt: skip
-        rope = text.rope_parameters
-        keys |= {
-            "num_target_layers": text.num_hidden_layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
-            "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
-            "rope_parameters": dict(rope.get("full_attention", rope)),
-            "final_logit_softcapping": getattr(text, "final_logit_softcapping", None),
-        }
+        keys["num_target_layers"] = text.num_hidden_layers
+        keys["num_key_value_heads"] = keys.get("num_key_value_heads") or heads
+        keys["head_dim"] = keys.get("head_dim") or text.hidden_size // heads
+        rope = getattr(text, "rope_parameters", None)
+        if rope is not None:
+            rope = dict(rope.get("full_attention", rope))
+            rope.pop("partial_rotary_factor", None)  # all dimensions of the drafter's heads rotate
+            keys["rope_parameters"] = rope
         return cls(**keys | overrides)
 
     @classmethod
@@ -162,61 +163,69 @@ class DSparkConfig(PreTrainedConfig):
         return config_dict | own
 
     def _check(self, extra: dict[str, Any]) -> None:
-        """Raises `ValueError` for every value that would give a wrong model."""
-        if self.backbone_type not in BACKBONES:
-            raise ValueError(f"backbone_type is {self.backbone_type!r}, expected one of {sorted(BACKBONES)}")
-        required = list(_SHAPE_KEYS + _DRAFT_KEYS)
+        """Raises `ValueError` for every value that would give a wrong model; `extra`: keys that are not fields."""
+        _expect(self.backbone_type in BACKBONES, "backbone_type", self.backbone_type, f"one of {sorted(BACKBONES)}")
+        gemma_sizes = []
         if self.backbone_type == "gemma4_text":
-            required += ["global_head_dim"] + ["num_global_key_value_heads"] * self.attention_k_eq_v
-        if self.markov_rank:
-            required.append("markov_head_type")
-        if self.enable_confidence_head:
-            required.append("confidence_head_with_markov")
+            gemma_sizes = ["global_head_dim"] + ["num_global_key_value_heads"] * self.attention_k_eq_v
+        required = [*_SHAPE_KEYS, *_DRAFT_KEYS, *gemma_sizes]
+        required += ["markov_head_type"] if self.markov_rank else []
+        required += ["confidence_head_with_markov"] if self.enable_confidence_head else []
         missing = [key for key in required if getattr(self, key) is None]
+        if "rope_parameters" not in missing and self.rope.get("rope_theta") is None:
+            missing.append("rope_theta (in rope_parameters)")
         if missing:
             raise ValueError(f"the drafter's configuration lacks {missing}; these cannot be guessed")
 
-        for key in ("block_size", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-                    "num_target_layers", "num_anchors"):  # fmt: skip
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key} is {getattr(self, key)}, expected at least 1")
-        queries, keys, head_dim = self.head_shape
-        if keys < 1 or queries % keys:
-            raise ValueError(f"{queries} attention heads cannot share {keys} key/value heads; expected a divisor")
-        if head_dim < 2 or head_dim % 2:
-            raise ValueError(f"the head dimension is {head_dim}, expected a positive even number")
+        sizes = {*_SHAPE_KEYS, *gemma_sizes, "block_size", "num_target_layers", "num_anchors"} - {"rope_parameters"}
+        for key in sorted(sizes):
+            _expect(_is_int(getattr(self, key), 1), key, getattr(self, key), "an integer of at least 1")
         self._check_draft_keys()
         self._check_backbone(extra)
 
     def _check_draft_keys(self) -> None:
-        if not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(f"mask_token_id is {self.mask_token_id}, expected 0..{self.vocab_size - 1} (vocab_size)")
-        ids, last = list(self.target_layer_ids), self.num_target_layers - 1
-        if not ids or any(not -1 <= i < last for i in ids):
-            raise ValueError(
-                f"target_layer_ids are {ids}, expected values in -1..{last - 1}: the target has {last + 1} layers, and "
-                "the last one's output is only to be had after the final norm"
-            )
-        if any(a >= b for a, b in zip(ids, ids[1:], strict=False)):
-            raise ValueError(f"target_layer_ids are {ids}, expected strictly increasing values")
-        if self.markov_rank < 0:
-            raise ValueError(f"markov_rank is {self.markov_rank}, expected 0 (no sequential head) or more")
-        if self.markov_rank and self.markov_head_type not in MARKOV_HEADS:
-            raise ValueError(f"markov_head_type is {self.markov_head_type!r}, expected one of {MARKOV_HEADS}")
-        if self.enable_confidence_head and self.confidence_head_with_markov and not self.markov_rank:
-            raise ValueError("confidence_head_with_markov is True with markov_rank 0, expected a rank above 0")
-        if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
-            raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}, expected 1..{self.vocab_size} (vocab_size)")
+        mask, reduced, whole = self.mask_token_id, self.draft_vocab_size, self.vocab_size
+        _expect(_is_int(mask, 0, whole - 1), "mask_token_id", mask, f"0..{whole - 1} (vocab_size {whole})")
+        fits = reduced is None or _is_int(reduced, 1, whole)
+        _expect(fits, "draft_vocab_size", reduced, f"None or 1..{whole} (vocab_size)")
+        ids, last = self.target_layer_ids, self.num_target_layers - 1
+        fits = isinstance(ids, (list, tuple)) and ids and all(_is_int(i, -1, last - 1) for i in ids)
+        layers = f"the target has {last + 1} layers, and the last one's output is only to be had after the final norm"
+        _expect(fits, "target_layer_ids", ids, f"a list of values in -1..{last - 1}: {layers}")
+        increasing = all(a < b for a, b in zip(ids, ids[1:], strict=False))
+        _expect(increasing, "target_layer_ids", ids, "strictly increasing values")
+        rank, head = self.markov_rank, self.markov_head_type
+        _expect(_is_int(rank, 0), "markov_rank", rank, "0 (no sequential head) or more")
+        _expect(not rank or head in MARKOV_HEADS, "markov_head_type", head, f"one of {MARKOV_HEADS}")
+        if self.enable_confidence_head and self.confidence_head_with_markov:
+            _expect(rank > 0, "markov_rank", rank, "above 0, since confidence_head_with_markov is True")
 
     def _check_backbone(self, extra: dict[str, Any]) -> None:
-        kinds = self.layer_types
-        if kinds is not None and (len(kinds) != self.num_hidden_layers or set(kinds) != {"full_attention"}):
-            raise ValueError(f"layer_types are {kinds}, expected {self.num_hidden_layers} times 'full_attention'")
-        if self.rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
-            raise ValueError(f"rope_type is {self.rope['rope_type']!r}, expected one that does not vary with length")
-        for key in ("enable_moe_block", "hidden_size_per_layer_input", "num_kv_shared_layers"):
-            if extra.get(key):
-                raise ValueError(f"{key} is {extra[key]}; the drafter's layers have no such part")
+        queries, keys, head_dim = self.head_shape
+        _expect(queries % keys == 0, "num_attention_heads", queries, f"a multiple of the {keys} key/value heads")
+        _expect(head_dim % 2 == 0, "the head dimension", head_dim, "an even number")
+        kinds, layers = self.layer_types, self.num_hidden_layers
+        full = kinds is None or list(kinds) == ["full_attention"] * layers
+        _expect(full, "layer_types", kinds, f"{layers} times 'full_attention'")
+        _expect(self.hidden_act in ACT2FN, "hidden_act", self.hidden_act, f"one of {sorted(ACT2FN)}")
+        tied = self.tie_word_embeddings
+        _expect(not tied, "tie_word_embeddings", tied, "False: a drafter's head is its own or the target's")
+        kind, kinds = self.rope.get("rope_type", "default"), _ROPE_TYPES[self.backbone_type]
+        _expect(kind in kinds, "rope_type", kind, f"one of {kinds}, whose frequencies do not vary with length")
+        factor = self.rope.get("partial_rotary_factor", 1.0)
+        whole = factor == 1.0 or kind == "proportional"
+        _expect(whole, "partial_rotary_factor", factor, f"1.0 with rope_type {kind!r}")
+        for key in ("enable_moe_block", "hidden_size_per_layer_input", "num_kv_shared_layers", "use_sliding_window"):
+            _expect(not extra.get(key), key, extra.get(key), "none: the drafter's layers have no such part")
+
+
+def _is_int(value: Any, least: int, most: float = float("inf")) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _expect(holds: bool, name: str, value: Any, expected: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} is {value!r}, expected {expected}")
 
 
 DSparkConfig.register_for_auto_class()

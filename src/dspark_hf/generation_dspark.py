@@ -10,10 +10,11 @@ The loop uses the target's public forward and the steps of `generate()` around i
 and chunked prefill are handled as there. B rows, T tokens of text so far, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import CandidateGenerator, UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.generation.logits_process import SynthIDTextWatermarkLogitsProcessor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -23,14 +24,15 @@ from .target_dspark import (
     CACHE_NAME,
     cache_length,
     cache_of,
+    check_croppable,
     check_pair,
     context_states,
     hidden_state_indices,
     is_static,
+    key_columns,
 )
 from .telemetry_dspark import report_round
 from .verification_dspark import sample_token, verify_block
-
 
 # Processors with a state that advances with every call; drafting and verifying call them more than once per token.
 _STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
@@ -41,8 +43,8 @@ def check_generation(target: PreTrainedModel, drafter: Any, generation_config: G
     check_pair(target, drafter)
     if generation_config.guidance_scale not in (None, 1, 1.0):
         raise ValueError(
-            f"guidance_scale is {generation_config.guidance_scale}, expected 1: its processor keeps a state of its own, "
-            "which drafting would advance"
+            f"guidance_scale is {generation_config.guidance_scale}, expected 1: its processor keeps a state of its "
+            "own, which drafting would advance"
         )
     if generation_config.assistant_ensemble_weight is not None:
         raise ValueError(
@@ -69,9 +71,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def __init__(self, drafter, target, generation_config, logits_processor=None, model_kwargs=None):
         self.drafter, self.target = drafter, target
-        self.do_sample = generation_config.do_sample
-        self.max_length = generation_config.max_length
-        self.logits_processor = logits_processor
+        self.config, self.logits_processor = generation_config, logits_processor
         self.cache = None
         self.prompt_mask = (model_kwargs or {}).get("attention_mask")
         wants_all = generation_config.return_dict_in_generate and generation_config.output_hidden_states
@@ -98,14 +98,14 @@ class DSparkCandidateGenerator(CandidateGenerator):
         policy = self.drafter.verify_policy
         limit = policy.draft_limit(self.drafter.config.block_size)
         if is_static(cache_of(outputs)):  # its room ends with the longest text
-            limit = max(0, min(limit, self.max_length - 1 - input_ids.shape[1]))
+            limit = max(0, min(limit, self.config.max_length - 1 - input_ids.shape[1]))
         draft = self.drafter.draft(
             context.to(self.drafter.device),
             input_ids[:, -1].to(self.drafter.device),
             cache=self.cache,
             num_tokens=limit,
-            do_sample=self.do_sample,
-            logits_processor=self.logits_processor,
+            do_sample=self.config.do_sample,
+            logits_processor=processors_of(self.logits_processor, self.config, input_ids.shape[1]),
             input_ids=input_ids.to(self.drafter.device),
             context_lengths=counts.to(self.drafter.device) if len(counts) > 1 else None,
             stop=self._stop(policy),
@@ -124,7 +124,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """For transformers' own assisted loop: text (1, T) → text and candidates (1, T + ℓ), their logits (1, ℓ, V)."""
         if is_first_iteration:
             return input_ids, None
-        room = self.max_length - input_ids.shape[1] - 1
+        room = self.config.max_length - input_ids.shape[1] - 1
         counts = input_ids.new_tensor([int(n_last_matches) + 1])
         draft, lengths = self.propose(input_ids, model_outputs, counts)
         count = min(int(lengths[0]), max(room, 0))
@@ -174,14 +174,13 @@ def speculative_decode(
     steps = StepRecord(generation_config)
     generator = DSparkCandidateGenerator(drafter, target, generation_config, logits_processor, model_kwargs)
     model_kwargs |= generator.model_kwargs_overrides
-    cache = model_kwargs[CACHE_NAME]
-    cache.activate_past_recording()
 
     outputs = target._prefill(input_ids, generation_config, model_kwargs)
-    if not cache.is_croppable:
-        raise ValueError(f"the cache {type(cache).__name__} cannot take back refused tokens, expected one that can")
+    cache = cache_of(outputs)
+    check_croppable(cache)  # again, as its layers may have been made just now
+    cache.activate_past_recording()  # not before, so that sliding windows do not keep the whole prompt
     cache.crop(0)
-    logits = PositionLogits(outputs, logits_processor, input_ids, width=0)
+    logits = PositionLogits(outputs, logits_processor, generation_config, input_ids, width=0)
     tokens = sample_token(logits(0), do_sample)[:, None]
     draft, width, finished = None, 0, False
 
@@ -192,17 +191,17 @@ def speculative_decode(
         for count in range(1, min(tokens.shape[1], room) + 1):
             steps.add_scores(logits, count - 1)
             finished = bool(stopping_criteria(text[:, : input_ids.shape[1] + count], steps.scores).all())
+            if streamer is not None:
+                streamer.put(tokens[:, count - 1].cpu())
             if finished:
                 break
-        steps.add_states(outputs, width, count)
+        steps.add_states(outputs, cache, width, count)
         if draft is not None:
-            cut = finished and (count < room or _is_end(text[0, input_ids.shape[1] + count - 1], generation_config))
+            last = text[:, input_ids.shape[1] + count - 1]
+            cut = finished and (count < room or bool(ends_text(last, generation_config).any()))
             emitted = count if cut else tokens.shape[1]
             report_round(width, min(tokens.shape[1] - 1, emitted), emitted)
             cache.crop(-(width + 1 - count))
-        if streamer is not None:
-            for token in tokens[0, :count]:
-                streamer.put(token[None].cpu())
         input_ids = text[:, : input_ids.shape[1] + count]
         if finished:
             break
@@ -214,7 +213,7 @@ def speculative_decode(
         candidates = draft.token_ids[:, :width].to(input_ids.device)
         text = torch.cat([input_ids, candidates], dim=1)
         outputs = verify_pass(target, text, width, outputs, model_kwargs)
-        logits = PositionLogits(outputs, logits_processor, text, width)
+        logits = PositionLogits(outputs, logits_processor, generation_config, text, width)
         draft_logits = draft.logits[:, :width].to(input_ids.device)
         accepted, following = verify_block(candidates, draft_logits, lengths, logits, do_sample)
         tokens = torch.cat([candidates[:, : int(accepted[0])], following[:, None]], dim=1)
@@ -237,6 +236,35 @@ def verify_pass(
     return target(**inputs, return_dict=True)
 
 
+def processors_of(
+    logits_processor: LogitsProcessorList | None, config: GenerationConfig, length: int
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """The call's processors, for one block behind a text of `length` tokens; None where there are none.
+
+    A block may run past an end token or the maximum length. What it holds there is never used, and never shown to the
+    processors, which plain `generate()` spares it too: a plan of tokens by position has run out there, and a constraint
+    has no successor to its last word.
+    """
+    if not logits_processor:
+        return None
+
+    def process(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        ended = ends_text(input_ids[:, length:], config).any(dim=-1)
+        if input_ids.shape[1] >= config.max_length or ended.all():
+            return scores
+        if not ended.any():
+            return logits_processor(input_ids, scores)
+        return scores.index_put((~ended,), logits_processor(input_ids[~ended], scores[~ended]))
+
+    return process
+
+
+def ends_text(token_ids: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
+    """Which tokens are end tokens, of the same shape."""
+    ends = config._eos_token_tensor
+    return torch.zeros_like(token_ids, dtype=torch.bool) if ends is None else torch.isin(token_ids, ends.to(token_ids))
+
+
 class PositionLogits:
     """The target's logits after one pass, processed position by position: most processors look at the text so far, and
     those of a token that comes after a refused one are never needed.
@@ -245,16 +273,25 @@ class PositionLogits:
         text: (B, T + width), whose last `width` tokens are candidates.
     """
 
-    def __init__(self, outputs: ModelOutput, logits_processor: LogitsProcessorList, text: torch.Tensor, width: int):
+    def __init__(
+        self,
+        outputs: ModelOutput,
+        logits_processor: LogitsProcessorList,
+        config: GenerationConfig,
+        text: torch.Tensor,
+        width: int,
+    ):
         self.raw = outputs.logits[:, -width - 1 :]
-        self.processor, self.text, self.length = logits_processor, text, text.shape[1] - width
+        self.text, self.length = text, text.shape[1] - width
+        self.processor = processors_of(logits_processor, config, self.length)
         self.processed: dict[int, torch.Tensor] = {}
 
     def __call__(self, position: int, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Processed logits of the token at `position` 0..width of the rows asked for, (n, V) float32."""
         rows = torch.arange(len(self.text), device=self.text.device) if rows is None else rows
         scores = self.raw_logits(position)[rows]
-        scores = self.processor(self.text[rows, : self.length + position], scores)
+        if self.processor is not None:
+            scores = self.processor(self.text[rows, : self.length + position], scores)
         self.processed[position] = scores
         return scores
 
@@ -279,34 +316,35 @@ class StepRecord:
         if self.logits is not None:
             self.logits += (logits.raw_logits(position),)
 
-    def add_states(self, outputs: ModelOutput, width: int, count: int) -> None:
-        """The pass's states, cut into those of its first `count` tokens; the prefill's (width 0) stay whole."""
+    def add_states(self, outputs: ModelOutput, cache: Cache, width: int, count: int) -> None:
+        """The states of a pass over width + 1 tokens, cut into those of its first `count` tokens: (B, 1, H) per layer,
+        and attentions (B, heads, 1, keys that it could see). Those of the prefill and of a single token stay whole."""
         for name in ("hidden_states", "attentions"):
-            if getattr(self, name) is not None:
-                layers = getattr(outputs, name)
-                steps = (layers,) if width == 0 else tuple(_step(name, layers, width, i) for i in range(count))
-                setattr(self, name, getattr(self, name) + steps)
+            if getattr(self, name) is None:
+                continue
+            layers, steps = getattr(outputs, name), ()
+            for i in range(count):
+                if width == 0:
+                    steps += (layers,)
+                elif name == "hidden_states":
+                    steps += (tuple(layer[:, i : i + 1] for layer in layers),)
+                else:
+                    steps += (
+                        tuple(
+                            layer[:, :, i : i + 1, key_columns(cache, j, layer.shape[-1], width - i)]
+                            for j, layer in enumerate(layers)
+                        ),
+                    )
+            setattr(self, name, getattr(self, name) + steps)
 
     def output(self, sequences: torch.Tensor, cache) -> GenerateDecoderOnlyOutput:
         states = {name: getattr(self, name) for name in ("scores", "logits", "hidden_states", "attentions")}
         return GenerateDecoderOnlyOutput(sequences=sequences, **states, **{CACHE_NAME: cache})
 
 
-def _step(name: str, layers: tuple[torch.Tensor, ...], width: int, i: int) -> tuple[torch.Tensor, ...]:
-    """Token i of a pass over width + 1: states (B, 1, H), or attentions (B, heads, 1, keys that it could see)."""
-    if name == "hidden_states":
-        return tuple(layer[:, i : i + 1] for layer in layers)
-    return tuple(layer[:, :, i : i + 1, : layer.shape[-1] - width + i] for layer in layers)
-
-
 def lengths_like(input_ids: torch.Tensor, count: int) -> torch.Tensor:
     """(B,) filled with `count`."""
     return input_ids.new_full((len(input_ids),), count)
-
-
-def _is_end(token: torch.Tensor, config: GenerationConfig) -> bool:
-    ends = config._eos_token_tensor
-    return ends is not None and bool(torch.isin(token, ends.to(token.device)))
 
 
 def _check_call(input_ids, model_kwargs, logits_processor, synced_gpus) -> None:
@@ -316,6 +354,7 @@ def _check_call(input_ids, model_kwargs, logits_processor, synced_gpus) -> None:
         raise ValueError("synced_gpus is True, expected False: the ranks' rounds differ in number (FSDP, ZeRO-3)")
     if model_kwargs.get(CACHE_NAME) is None:
         raise ValueError("the target was called without a cache, which speculative decoding needs")
+    check_croppable(model_kwargs[CACHE_NAME])
     for processor in logits_processor:
         if isinstance(processor, _STATEFUL_PROCESSORS):
             raise ValueError(f"{type(processor).__name__} keeps a state of its own, which drafting would advance")

@@ -5,7 +5,7 @@ dependence between neighbours, p_k ∝ exp(U_k + B_k), from the token x_{k−1} 
 
     vanilla   B_k = W2 W1[x_{k−1}]
     gated     B_k = W2 (σ(G [h_k ; W1[x_{k−1}]]) ⊙ W1[x_{k−1}])
-    rnn       [g ; c ; o] = J [s_{k−1} ; W1[x_{k−1}] ; h_k],   s_k = σ(g) s_{k−1} + (1 − σ(g)) tanh(c),   B_k = W2 tanh(o)
+    rnn       [g ; c ; o] = J [s_{k−1} ; W1[x_{k−1}] ; h_k],  s_k = σ(g) s_{k−1} + (1 − σ(g)) tanh(c),  B_k = W2 tanh(o)
 
 The confidence head predicts how likely slot k's token is to be accepted, c_k = σ(w · [h_k ; W1[x_{k−1}]] + b), before
 that token is drawn. Shapes: `...` leading dimensions, H hidden size, r rank, D draft vocabulary.
@@ -20,7 +20,6 @@ class VanillaMarkovHead(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.markov_rank = config.markov_rank
         self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
         self.markov_w2 = nn.Linear(config.markov_rank, config.num_draft_logits, bias=False)
 

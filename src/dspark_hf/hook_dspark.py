@@ -1,18 +1,24 @@
 """The hook that lets plain `target.generate(..., assistant_model=drafter)` reach a drafter's own decoding loop.
 
-`generate()` has no place to register an assistant, so two methods of `GenerationMixin` are wrapped when a drafter's
+`generate()` has no place to register an assistant, so three methods of `GenerationMixin` are wrapped when a drafter's
 module is imported. The wrappers look for a method on the assistant and otherwise step aside: any other assistant,
 prompt lookup, early exit and MTP go transformers' own way. They keep no state, install once however many copies of this
 file are loaded (drafters often come as remote code, each with its own), and can be taken out again.
 """
 
 import functools
-from typing import Any, Callable
+import inspect
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from transformers import GenerationConfig, GenerationMixin
 
-
 _MARK = "_dspark_original"
+_DECODING_ARGUMENTS = (
+    "input_ids", "logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer"
+)  # fmt: skip
 
 
 def install_hook() -> None:
@@ -54,26 +60,30 @@ def _wrap_validate(original: Callable) -> Callable:
 
 
 def _wrap_assisted_decoding(original: Callable) -> Callable:
-    def _assisted_decoding(
-        self, input_ids, logits_processor, stopping_criteria, generation_config, assistant_model=None, **kwargs
-    ):
-        drafter = _drafter(assistant_model, generation_config)
-        arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
+    signature = inspect.signature(original)
+
+    def _assisted_decoding(self, *args, **kwargs):
+        given = signature.bind(self, *args, **kwargs).arguments
+        drafter = _drafter(given.get("assistant_model"), given["generation_config"])
         if drafter is None:
-            return original(self, *arguments, assistant_model=assistant_model, **kwargs)
-        for name in ("inputs_tensor", "assistant_tokenizer", "tokenizer"):
-            kwargs.pop(name, None)
-        return drafter.speculative_decode(self, *arguments, **kwargs)
+            return original(self, *args, **kwargs)
+        ours = {name: given[name] for name in _DECODING_ARGUMENTS if name in given}
+        return drafter.speculative_decode(self, **ours, **given.get("model_kwargs", {}))
 
     return _assisted_decoding
 
 
 def _wrap_candidate_generator(original: Callable) -> Callable:
-    def _get_candidate_generator(self, generation_config, *args, assistant_model=None, **kwargs):
-        drafter = _drafter(assistant_model, generation_config)
+    signature = inspect.signature(original)
+
+    def _get_candidate_generator(self, *args, **kwargs):
+        given = signature.bind(self, *args, **kwargs).arguments
+        drafter = _drafter(given.get("assistant_model"), given["generation_config"])
         if drafter is None:
-            return original(self, generation_config, *args, assistant_model=assistant_model, **kwargs)
-        return drafter.candidate_generator(self, generation_config, kwargs["logits_processor"], kwargs["model_kwargs"])
+            return original(self, *args, **kwargs)
+        return drafter.candidate_generator(
+            self, given["generation_config"], given["logits_processor"], given["model_kwargs"]
+        )
 
     return _get_candidate_generator
 
@@ -83,3 +93,18 @@ _WRAPPERS = {
     "_assisted_decoding": _wrap_assisted_decoding,
     "_get_candidate_generator": _wrap_candidate_generator,
 }
+
+
+def generate(model, assistant_model=None, **kwargs):
+    """`model.generate(..., assistant_model=drafter, custom_generate="org/drafter", trust_remote_code=True)`: the same
+    call, for those who name the recipe. The folder's `custom_generate/generate.py` is the text of this function."""
+    if assistant_model is None:
+        raise ValueError("assistant_model is None, expected the drafter that this folder holds")
+    return model.generate(assistant_model=assistant_model, **kwargs)
+
+
+def save_custom_generate(folder: str | os.PathLike) -> None:
+    """Writes `custom_generate/generate.py` into a drafter's folder."""
+    path = Path(folder) / "custom_generate" / "generate.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(inspect.getsource(generate))

@@ -9,17 +9,15 @@ Slot k of a block predicts the token at anchor + k + 1. Shapes: B rows, γ slots
 V vocabulary, D draft vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Callable
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from .backbone_dspark import EMBEDDINGS, RMS_NORMS, ContextCache, DSparkDecoderLayer, DSparkRotaryEmbedding
+from .backbone_dspark import RMS_NORMS, ContextCache, DSparkDecoderLayer, DSparkRotaryEmbedding
 from .configuration_dspark import DSparkConfig
 from .generation_dspark import DSparkCandidateGenerator, check_generation, speculative_decode
 from .heads_dspark import MARKOV_HEAD_CLASSES, ConfidenceHead
@@ -30,11 +28,11 @@ from .objective_dspark import (
     block_labels,
     chunked_slot_losses,
     sample_anchors,
-    slot_weights,
-    weighted_mean,
+    three_term_loss,
 )
 from .scheduling_dspark import FixedLength, VerifyPolicy
-from .target_dspark import check_pair, target_states
+from .target_dspark import target_states
+from .vocabulary_dspark import VocabularyMixin
 
 
 @dataclass
@@ -78,7 +76,7 @@ class DSparkOutput(ModelOutput):
     loss_mask: torch.BoolTensor | None = None
 
 
-class DSparkDrafterModel(PreTrainedModel):
+class DSparkDrafterModel(VocabularyMixin, PreTrainedModel):
     """A DSpark drafter. Loads this package's layout and the official checkpoints as they are.
 
     Where the checkpoint holds no embedding or head (`has_embed_tokens`, `has_lm_head`), the target's own modules are
@@ -100,22 +98,14 @@ class DSparkDrafterModel(PreTrainedModel):
         super().__init__(config)
         norm = RMS_NORMS[config.backbone_type]
         hidden = config.hidden_size
-        embedding = EMBEDDINGS[config.backbone_type]
-        self.embed_tokens = embedding(config.vocab_size, hidden) if config.has_embed_tokens else None
         self.fc = nn.Linear(len(config.target_layer_ids) * hidden, hidden, bias=False)
         self.hidden_norm = norm(hidden, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList(DSparkDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DSparkDecoderLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = norm(hidden, eps=config.rms_norm_eps)
         self.rotary_emb = DSparkRotaryEmbedding(config)
-        self.lm_head = nn.Linear(hidden, config.num_draft_logits, bias=False) if config.has_lm_head else None
         self.markov_head = MARKOV_HEAD_CLASSES[config.markov_head_type](config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
-        if config.draft_vocab_size is not None:
-            # vLLM's convention: draft id i is target id i + d2t[i]; t2d marks the target ids that can be drafted.
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-            self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
-        self._target = ()  # a tuple, so that the target is not a submodule
-        self._head_rows = WeakKeyDictionary()
+        self._init_vocabulary(config)
         self.verify_policy: VerifyPolicy = FixedLength()
         self.gradient_checkpointing = False
         self.post_init()
@@ -124,9 +114,7 @@ class DSparkDrafterModel(PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
         """As in transformers, except that a missing or unknown tensor raises `ValueError`: a drafter with a random or
         ignored part would run, exact and slow. A missing embedding or head is left to the target."""
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-        )
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         missing, unknown = set(info["missing_keys"]), set(info["unexpected_keys"])
         for name in ("embed_tokens", "lm_head"):
             if f"{name}.weight" in missing:
@@ -139,19 +127,6 @@ class DSparkDrafterModel(PreTrainedModel):
                 f"missing tensors {sorted(missing)}, unknown tensors {sorted(unknown)}"
             )
         return (model, info) if output_loading_info else model
-
-    def get_input_embeddings(self):
-        return self.embed_tokens
-
-    def get_output_embeddings(self):
-        return self.lm_head
-
-    def attach_target(self, target: PreTrainedModel) -> "DSparkDrafterModel":
-        """Makes `target` the one whose embedding and head are used where the drafter has none, and whose states are
-        computed where a training batch brings none. It is neither saved nor trained with the drafter."""
-        check_pair(target, self)
-        self._target = (target,)
-        return self
 
     # ---------------------------------------------------------------------------------------------------- generate()
     # What the hook in transformers' generate() calls on an assistant.
@@ -206,21 +181,21 @@ class DSparkDrafterModel(PreTrainedModel):
         Raises:
             ValueError: for shapes or counts that do not fit, before anything is computed.
         """
-        self._check_draft(context_hidden_states, anchor_ids, num_tokens, logits_processor, input_ids)
-        batch_size = len(anchor_ids)
-        embed_tokens, head = self._embeddings_and_head(target)
         cache = ContextCache() if cache is None else cache
+        self._check_draft(context_hidden_states, anchor_ids, cache, num_tokens, logits_processor, input_ids)
+        self.check_lender(target)
+        batch_size = len(anchor_ids)
         ids = anchor_ids.new_full((batch_size, self.config.block_size), self.config.mask_token_id)
         ids[:, 0] = anchor_ids
-        hidden = self._draft_backbone(embed_tokens(ids), context_hidden_states, context_lengths, cache)
-        base_logits = self._softcap(head(hidden))
+        hidden = self._draft_backbone(self.embed(ids, target), context_hidden_states, context_lengths, cache)
+        base_logits = self.base_logits(hidden, target)
 
         limit = self.config.block_size if num_tokens is None else num_tokens
         tokens, logits, confidences = [], [], []
-        previous, state = anchor_ids, None
+        previous, state, has_confidence = anchor_ids, None, self.confidence_head is not None
         for k in range(limit):
             embedding = self.markov_head.embed(previous) if self.markov_head is not None else None
-            if self.confidence_head is not None:
+            if has_confidence:
                 confidence = self.confidence_head(hidden[:, k], embedding)
                 if stop is not None and stop(confidence):
                     break
@@ -240,13 +215,11 @@ class DSparkDrafterModel(PreTrainedModel):
             tokens.append(previous)
             logits.append(step_logits)
 
-        empty = hidden.new_zeros((batch_size, 0), dtype=torch.float32)
+        whole, options = self.config.vocab_size, {"dtype": torch.float32, "device": hidden.device}
         return DSparkDraftOutput(
-            token_ids=torch.stack(tokens, dim=1) if tokens else empty.long(),
-            logits=torch.stack(logits, dim=1) if tokens else empty.new_zeros((batch_size, 0, self.config.vocab_size)),
-            confidence_logits=None
-            if self.confidence_head is None
-            else (torch.stack(confidences, dim=1) if confidences else empty),
+            token_ids=_stacked(tokens, anchor_ids.new_empty(batch_size, 0)),
+            logits=_stacked(logits, torch.empty(batch_size, 0, whole, **options)),
+            confidence_logits=_stacked(confidences, torch.empty(batch_size, 0, **options)) if has_confidence else None,
             hidden_states=hidden,
             base_logits=self.to_target_vocabulary(base_logits),
             cache=cache,
@@ -255,81 +228,26 @@ class DSparkDrafterModel(PreTrainedModel):
     def _draft_backbone(self, embeds, context_hidden_states, context_lengths, cache: ContextCache) -> torch.Tensor:
         """One pass over the block, (B, γ, H) → h (B, γ, H); the new context rows enter `cache`."""
         batch_size, count = context_hidden_states.shape[:2]
-        device, block_size = embeds.device, embeds.shape[1]
-        dtype = self.fc.weight.dtype
-        embeds = embeds.to(dtype)
+        device, dtype, block_size = embeds.device, embeds.dtype, embeds.shape[1]
         context = self.hidden_norm(self.fc(context_hidden_states.to(device, dtype)))
-        context_positions = cache.positions(count, batch_size, device)
-        counts = torch.full((batch_size,), count, device=device) if context_lengths is None else context_lengths
-        positions = context_positions[:, :1] + counts[:, None] + torch.arange(block_size, device=device)
-        context_cos_sin = self.rotary_emb(context_positions, dtype)
-        cos, sin = self.rotary_emb(positions, dtype)
+        ends = cache.ends(batch_size, device)
+        counts = count if context_lengths is None else context_lengths.to(device)
+        context_cos_sin = self.rotary_emb(ends[:, None] + torch.arange(count, device=device), dtype)
+        cos, sin = self.rotary_emb((ends + counts)[:, None] + torch.arange(block_size, device=device), dtype)
 
         key_values = []
         for i, layer in enumerate(self.layers):
             key_values.append(cache.write(i, *layer.self_attn.key_value(context, *context_cos_sin)))
-        cache.advance(counts, None if context_lengths is not None else count)
+        cache.advance(counts)
         mask = None
-        if batch_size > 1:
+        if batch_size > 1 or context_lengths is not None:
             width = key_values[0][0].shape[2]
             seen = torch.arange(width, device=device) < cache.lengths[:, None]
             seen = nn.functional.pad(seen, (0, block_size), value=True)[:, None, None]
             mask = self._attention_mask(seen.expand(-1, 1, block_size, -1), dtype)
         for layer, key_value in zip(self.layers, key_values, strict=True):
-            embeds = layer(embeds, key_value, cos, sin, mask)
+            embeds = layer(embeds, *key_value, cos, sin, mask)
         return self.norm(embeds)
-
-    def to_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
-        """(..., D) → (..., V), −inf for tokens that cannot be drafted; the same tensor where D = V."""
-        if self.config.draft_vocab_size is None:
-            return logits
-        whole = logits.new_full((*logits.shape[:-1], self.config.vocab_size), float("-inf"))
-        return whole.index_copy(-1, self._draft_token_ids(), logits)
-
-    def _draft_token_ids(self) -> torch.Tensor:
-        """Target ids of the draft vocabulary, (D,)."""
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-
-    def _embeddings_and_head(self, target: PreTrainedModel | None) -> tuple[nn.Module, Callable]:
-        """The embedding and the head (…, H) → (…, D): the drafter's own, else the target's."""
-        target = target or (self._target[0] if self._target else None)
-        if target is None and (self.embed_tokens is None or self.lm_head is None):
-            raise ValueError(
-                "this drafter has no embedding or head of its own (has_embed_tokens, has_lm_head): pass target=, or "
-                "call attach_target(target)"
-            )
-        embed_tokens, head = self.embed_tokens, self.lm_head
-        if embed_tokens is None:
-            embed_tokens = partial(_call_on_target, target.get_input_embeddings(), target)
-        if head is None and self.config.draft_vocab_size is not None:
-            head = self._rows_of(target)
-        elif head is None:
-            head = partial(_call_on_target, target.get_output_embeddings(), target)
-        return embed_tokens, head
-
-    @torch.no_grad()
-    def _rows_of(self, target: PreTrainedModel) -> nn.Linear:
-        """The rows of the target's head that can be drafted, taken once by calling it on unit vectors, since a
-        quantised or hooked head has no weight to index."""
-        head = target.get_output_embeddings()
-        if head not in self._head_rows:
-            ids, size = self._draft_token_ids(), self.config.hidden_size
-            dtype = self.fc.weight.dtype
-            call = partial(_call_on_target, head, target)
-            bias = call(torch.zeros(1, size, device=self.device, dtype=dtype))[0, ids].to(dtype)
-            units = torch.eye(size, device=self.device, dtype=dtype)
-            columns = torch.cat([call(part)[:, ids].to(dtype) - bias for part in units.split(64)])
-            rows = nn.Linear(size, len(ids), bias=bool(bias.any()), device=self.device, dtype=dtype)
-            rows.requires_grad_(False)
-            rows.weight.copy_(columns.T)
-            if rows.bias is not None:
-                rows.bias.copy_(bias)
-            self._head_rows[head] = rows
-        return self._head_rows[head]
-
-    def _softcap(self, logits: torch.Tensor) -> torch.Tensor:
-        cap = self.config.final_logit_softcapping
-        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _attention_mask(self, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Bool mask, true where attended, in the form that the attention implementation takes."""
@@ -337,7 +255,7 @@ class DSparkDrafterModel(PreTrainedModel):
             return mask
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
-    def _check_draft(self, context, anchor_ids, num_tokens, logits_processor, input_ids) -> None:
+    def _check_draft(self, context, anchor_ids, cache, num_tokens, logits_processor, input_ids) -> None:
         width = len(self.config.target_layer_ids) * self.config.hidden_size
         if context.ndim != 3 or context.shape[-1] != width:
             raise ValueError(
@@ -346,6 +264,8 @@ class DSparkDrafterModel(PreTrainedModel):
             )
         if anchor_ids.shape != context.shape[:1]:
             raise ValueError(f"anchor_ids has shape {tuple(anchor_ids.shape)}, expected ({context.shape[0]},)")
+        if cache.lengths is not None and cache.lengths.shape != anchor_ids.shape:
+            raise ValueError(f"the cache holds {len(cache.lengths)} rows, expected {len(anchor_ids)}")
         if num_tokens is not None and not 0 <= num_tokens <= self.config.block_size:
             raise ValueError(f"num_tokens is {num_tokens}, expected 0..{self.config.block_size} (block_size)")
         if logits_processor and input_ids is None:
@@ -381,6 +301,7 @@ class DSparkDrafterModel(PreTrainedModel):
             objective: weights of the loss terms; the paper's by default, CE alone for a drafter without heads (DFlash).
             return_loss: read by `Trainer`, which evaluates the loss only where this parameter is.
         """
+        self.check_lender()
         if input_ids.ndim != 2:
             raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}, expected (B, T)")
         if loss_mask is None:
@@ -392,6 +313,8 @@ class DSparkDrafterModel(PreTrainedModel):
         elif anchor_mask is None:
             anchor_mask = torch.ones_like(anchor_positions, dtype=torch.bool)
         objective = objective or self.default_objective(target_last_hidden_states is not None)
+        if objective.needs_teacher and target_last_hidden_states is None:
+            raise ValueError(f"target_last_hidden_states is missing, expected with {objective}")
 
         hidden = self._block_states(input_ids, target_hidden_states, anchor_positions, anchor_mask)
         labels, slot_mask = block_labels(input_ids, loss_mask, anchor_positions, anchor_mask, self.config.block_size)
@@ -406,25 +329,10 @@ class DSparkDrafterModel(PreTrainedModel):
         ce, l1 = self._slot_losses(
             hidden, latents, labels, slot_mask, anchor_positions, target_last_hidden_states, target_logsumexp, objective
         )
-        weights = slot_weights(slot_mask, objective.decay)
-        ce_loss = weighted_mean(ce, weights)
-        loss, l1_loss, confidence_loss, acceptance = objective.ce_weight * ce_loss, None, None, None
-        if l1 is not None:
-            acceptance = (1.0 - 0.5 * l1.detach()).clamp(0.0, 1.0)
-            l1_loss = weighted_mean(l1, weights)
-            loss = loss + objective.l1_weight * l1_loss
-            if confidence_logits is not None:
-                bce = nn.functional.binary_cross_entropy_with_logits(confidence_logits, acceptance, reduction="none")
-                confidence_loss = weighted_mean(bce, weights)
-                loss = loss + objective.confidence_weight * confidence_loss
         return DSparkOutput(
-            loss=loss,
-            ce_loss=ce_loss.detach(),
-            l1_loss=None if l1_loss is None else l1_loss.detach(),
-            confidence_loss=None if confidence_loss is None else confidence_loss.detach(),
+            **three_term_loss(ce, l1, confidence_logits, slot_mask, objective),
             logits=self.to_target_vocabulary(self._draft_logits(hidden, latents)) if output_logits else None,
             confidence_logits=confidence_logits,
-            acceptance=acceptance,
             target_ids=labels,
             loss_mask=slot_mask,
         )
@@ -437,16 +345,18 @@ class DSparkDrafterModel(PreTrainedModel):
     def _attached_target_states(self, input_ids, attention_mask):
         if not self._target:
             raise ValueError("target_hidden_states is missing and no target attached: call attach_target(target)")
-        return target_states(self._target[0], input_ids, attention_mask, self.config.target_layer_ids)
+        target, layer_ids = self._target[0], self.config.target_layer_ids
+        mask = None if attention_mask is None else attention_mask.to(target.device)
+        states = target_states(target, input_ids.to(target.device), mask, layer_ids)
+        return tuple(state.to(input_ids.device) for state in states)
 
     def _block_states(self, input_ids, target_hidden_states, positions, anchor_mask) -> torch.Tensor:
         """h of all blocks in one pass, (B, A, γ, H)."""
         batch_size, length = input_ids.shape
         block_size, dtype = self.config.block_size, self.fc.weight.dtype
-        embed_tokens, _ = self._embeddings_and_head(None)
         blocks = input_ids.new_full((*positions.shape, block_size), self.config.mask_token_id)
         blocks[..., 0] = torch.where(anchor_mask, input_ids.gather(1, positions), self.config.mask_token_id)
-        hidden = embed_tokens(blocks.flatten(1)).to(dtype)
+        hidden = self.embed(blocks.flatten(1))
         context = self.hidden_norm(self.fc(target_hidden_states.to(dtype)))
 
         text = torch.arange(length, device=input_ids.device).expand(batch_size, -1)
@@ -455,13 +365,12 @@ class DSparkDrafterModel(PreTrainedModel):
         mask = block_attention_mask(positions, anchor_mask, block_size, length)
         mask = self._attention_mask(mask, hidden.dtype)
         for layer in self.layers:
-            key_value = layer.self_attn.key_value(context, *context_cos_sin)
-            hidden = layer(hidden, key_value, cos, sin, mask)
+            key, value = layer.self_attn.key_value(context, *context_cos_sin)
+            hidden = layer(hidden, key, value, cos, sin, mask)
         return self.norm(hidden).unflatten(1, (-1, block_size))
 
     def _draft_logits(self, hidden: torch.Tensor, latents: torch.Tensor | None) -> torch.Tensor:
-        _, head = self._embeddings_and_head(None)
-        logits = self._softcap(head(hidden))
+        logits = self.base_logits(hidden)
         return logits if latents is None else logits + self.markov_head.project(latents)
 
     def _slot_losses(
@@ -469,56 +378,31 @@ class DSparkDrafterModel(PreTrainedModel):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """CE and L1 of every slot, (B, A, γ) float32, 0 where unsupervised; L1 is None without a teacher."""
         has_teacher = last_hidden_states is not None
-        _, head = self._embeddings_and_head(None)
         text, anchor, slot = slot_mask.nonzero(as_tuple=True)
         rows = positions[text, anchor] + slot
         if has_teacher:
             rows = rows + text * last_hidden_states.shape[1]
             last_hidden_states = last_hidden_states.flatten(0, 1)
-            if self.config.draft_vocab_size is None:
-                logsumexp = None
-            elif logsumexp is None:
-                logsumexp = self._target_logsumexp(last_hidden_states, rows, objective.chunk_size)
+            logsumexp = self.teacher_logsumexp(last_hidden_states, rows, logsumexp)
         ce, l1 = chunked_slot_losses(
             self._draft_logits,
-            lambda states: self._softcap(head(states)),
+            self.teacher_logits,
             hidden[slot_mask],
             None if latents is None else latents[slot_mask],
-            self._draft_labels(labels[slot_mask]),
+            self.to_draft_labels(labels[slot_mask]),
             last_hidden_states,
             rows,
-            None if logsumexp is None else logsumexp.flatten(),
+            logsumexp if has_teacher else None,
             objective.chunk_size,
         )
         zeros = torch.zeros(slot_mask.shape, dtype=torch.float32, device=hidden.device)
         ce = zeros.masked_scatter(slot_mask, ce)
         return ce, zeros.masked_scatter(slot_mask, l1) if has_teacher else None
 
-    def _draft_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        """Target ids → draft ids, −100 for those that cannot be drafted; the same tensor where D = V."""
-        if self.config.draft_vocab_size is None:
-            return labels
-        ids = self._draft_token_ids()
-        draft_ids = labels.new_full((self.config.vocab_size,), -100)
-        draft_ids[ids] = torch.arange(len(ids), device=ids.device)
-        return draft_ids[labels]
 
-    @torch.no_grad()
-    def _target_logsumexp(self, states: torch.Tensor, rows: torch.Tensor, chunk_size: int) -> torch.Tensor:
-        """The target's normaliser at the given rows of its last states (B·T, H) → (B·T,), 0 elsewhere."""
-        if not self._target:
-            raise ValueError("target_logsumexp is missing and no target attached: call attach_target(target)")
-        head = partial(_call_on_target, self._target[0].get_output_embeddings(), self._target[0])
-        result = torch.zeros(len(states), dtype=torch.float32, device=states.device)
-        for part in rows.unique().split(chunk_size):
-            result[part] = self._softcap(head(states[part])).float().logsumexp(dim=-1)
-        return result
-
-
-def _call_on_target(module: nn.Module, target: PreTrainedModel, inputs: torch.Tensor) -> torch.Tensor:
-    """Calls one of the target's modules as its device and dtype want it, and brings the result back."""
-    moved = inputs.to(target.device, target.dtype) if inputs.is_floating_point() else inputs.to(target.device)
-    return module(moved).to(inputs.device)
+def _stacked(slots: list[torch.Tensor], none: torch.Tensor) -> torch.Tensor:
+    """(B, ...) of each slot → (B, n, ...)."""
+    return torch.stack(slots, dim=1) if slots else none
 
 
 def _processed(logits_processor: Callable, prefix: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

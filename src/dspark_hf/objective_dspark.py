@@ -10,8 +10,8 @@ and L = 0.1 CE + 0.9 L1 + 1.0 BCE, each term ΣWℓ / ΣW. Shapes: B texts of T 
 slots in all, V vocabulary, D draft vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import torch
 from torch.nn import functional as F
@@ -64,7 +64,11 @@ def sample_anchors(
 
 
 def block_labels(
-    input_ids: torch.Tensor, loss_mask: torch.Tensor, positions: torch.Tensor, anchor_mask: torch.Tensor, block_size: int
+    input_ids: torch.Tensor,
+    loss_mask: torch.Tensor,
+    positions: torch.Tensor,
+    anchor_mask: torch.Tensor,
+    block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Labels x_{p+k+1} and the mask m_k of every slot, both (B, A, γ). Labels of padding anchors are x_0."""
     index = positions[..., None] + torch.arange(1, block_size + 1, device=input_ids.device)
@@ -85,14 +89,15 @@ def block_attention_mask(
         positions, anchor_mask: (B, A).
 
     Returns:
-        Bool (B, 1, A·γ, T + A·γ), true where attended. Rows of padding anchors are empty.
+        Bool (B, 1, A·γ, T + A·γ), true where attended. Padding anchors see their own block only: a row that attends to
+        nothing is NaN in some attention kernels.
     """
     anchors = positions.repeat_interleave(block_size, dim=1)
     real = anchor_mask.repeat_interleave(block_size, dim=1)
     block = torch.arange(positions.shape[1], device=positions.device).repeat_interleave(block_size)
-    context = torch.arange(length, device=positions.device) < anchors[..., None]
+    context = (torch.arange(length, device=positions.device) < anchors[..., None]) & real[..., None]
     own = (block[:, None] == block).expand(positions.shape[0], -1, -1)
-    return (torch.cat([context, own], dim=-1) & real[..., None])[:, None]
+    return torch.cat([context, own], dim=-1)[:, None]
 
 
 def slot_weights(slot_mask: torch.Tensor, decay: float) -> torch.Tensor:
@@ -174,6 +179,31 @@ def chunked_slot_losses(
         l1.append(losses[1])
     back = order.argsort()
     return torch.cat(ce)[back], torch.cat(l1)[back]
+
+
+def three_term_loss(
+    ce: torch.Tensor,
+    l1: torch.Tensor | None,
+    confidence_logits: torch.Tensor | None,
+    slot_mask: torch.Tensor,
+    objective: Objective,
+) -> dict[str, torch.Tensor | None]:
+    """L from the slots' losses, (B, A, γ) each; a term without its input is left out.
+
+    Returns:
+        `loss`; its terms `ce_loss`, `l1_loss`, `confidence_loss`, detached; and `acceptance`, 1 − ½ L1 (B, A, γ).
+    """
+    weights = slot_weights(slot_mask, objective.decay)
+    terms, acceptance = {"ce": weighted_mean(ce, weights)}, None
+    if l1 is not None:
+        acceptance = (1.0 - 0.5 * l1.detach()).clamp(0.0, 1.0)
+        terms["l1"] = weighted_mean(l1, weights)
+        if confidence_logits is not None:
+            bce = F.binary_cross_entropy_with_logits(confidence_logits, acceptance, reduction="none")
+            terms["confidence"] = weighted_mean(bce, weights)
+    loss = sum(getattr(objective, f"{name}_weight") * term for name, term in terms.items())
+    parts = {f"{name}_loss": terms[name].detach() if name in terms else None for name in ("ce", "l1", "confidence")}
+    return {"loss": loss, **parts, "acceptance": acceptance}
 
 
 def weighted_mean(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 # The layout is chosen for this many rows per call, a verify pass, and is as fast as any at one row. A hint of 1 picks a
-# matrix-vector layout instead, 1.6 times slower from two rows on.
+# matrix-vector layout instead, about 1.5 times slower from two rows on.
 ROWS_HINT = 8
 
 

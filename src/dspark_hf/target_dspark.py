@@ -1,14 +1,13 @@
 """What a drafter needs of its target: the fit of the pair, and the hidden states that it reads.
 
-Only the target's public face is used (`config`, `get_input_embeddings`, `get_output_embeddings`, `get_decoder`), so that
-any decoder-only model of transformers, wrapped by PEFT or quantised, can be one.
+Only the target's public face is used (`config`, `get_input_embeddings`, `get_output_embeddings`, `get_decoder`), so
+that any decoder-only model of transformers, wrapped by PEFT or quantised, can be one.
 """
 
 import inspect
 
 import torch
 from transformers import Cache, GenerationMixin, PreTrainedModel
-
 
 # The name under which models take and return their cache: "cache" since transformers 5.24.
 CACHE_NAME = (
@@ -27,12 +26,12 @@ def check_pair(target: PreTrainedModel, drafter: PreTrainedModel) -> None:
     name = target.config.model_type
     if target.config.is_encoder_decoder:
         raise ValueError(f"the target {name!r} is an encoder-decoder, expected a decoder-only model")
-    kinds = {kind for kind in getattr(config, "layer_types", None) or () if kind not in ("full_attention", None)}
-    recurrent = sorted(kind for kind in kinds if kind.startswith(_RECURRENT_LAYERS)) or getattr(target, "_is_stateful", 0)
-    if recurrent:
+    kinds = set(getattr(config, "layer_types", None) or ())
+    recurrent = sorted(kind for kind in kinds if kind.startswith(_RECURRENT_LAYERS))
+    if recurrent or target._is_stateful:
         raise ValueError(
-            f"the target {name!r} has recurrent layers {recurrent if kinds else ''}, whose state cannot be rolled back "
-            "when a drafted token is rejected; expected a model with attention layers only"
+            f"the target {name!r} has recurrent layers{f' {recurrent}' if recurrent else ''}, whose state cannot be "
+            "rolled back when a drafted token is rejected; expected a model with attention layers only"
         )
     for key, theirs in (
         ("vocab_size", config.vocab_size),
@@ -40,7 +39,15 @@ def check_pair(target: PreTrainedModel, drafter: PreTrainedModel) -> None:
         ("num_target_layers", config.num_hidden_layers),
     ):
         if getattr(draft, key) != theirs:
-            raise ValueError(f"the drafter was made for a target with {key} {getattr(draft, key)}, {name!r} has {theirs}")
+            raise ValueError(
+                f"the drafter was made for a target with {key} {getattr(draft, key)}, {name!r} has {theirs}"
+            )
+
+
+def check_croppable(cache: Cache) -> None:
+    """Raises `ValueError` where `cache` cannot take back tokens."""
+    if not cache.is_croppable:
+        raise ValueError(f"the cache {type(cache).__name__} cannot take back refused tokens, expected one that can")
 
 
 def cache_of(outputs) -> Cache:
@@ -56,6 +63,16 @@ def cache_length(cache: Cache) -> int:
 def is_static(cache: Cache) -> bool:
     """Whether the cache has a fixed number of places."""
     return bool(cache.is_compileable)
+
+
+def key_columns(cache: Cache, layer_idx: int, count: int, later: int) -> slice:
+    """Which of a pass's `count` key columns `generate()` would show for a token that `later` others followed in the
+    same pass: those up to the token, as far as the layer's window reaches. A static cache shows all of its places."""
+    if is_static(cache):
+        return slice(None)
+    layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None  # layers that share keys have none
+    window = layer.sliding_window if getattr(layer, "is_sliding", False) else count
+    return slice(max(0, count - later - window), count - later)
 
 
 def hidden_state_indices(layer_ids: list[int]) -> list[int]:

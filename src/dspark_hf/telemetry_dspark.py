@@ -1,19 +1,19 @@
 """What speculative decoding did: proposed and accepted lengths of every round.
 
-    with record_speculation() as stats:
-        target.generate(**inputs, assistant_model=drafter)
-    stats.acceptance_length
+with record_speculation() as stats:
+    target.generate(**inputs, assistant_model=drafter)
+stats.acceptance_length
 """
 
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Iterator
 
 from transformers import GenerationMixin
 
 
-@dataclass
+@dataclass(eq=False)
 class SpeculationStats:
     """Rounds of all rows, in the order they ended. The first token of a text, from the prefill, belongs to no round.
 
@@ -65,7 +65,7 @@ def record_speculation() -> Iterator[SpeculationStats]:
     try:
         yield entry[1]
     finally:
-        _recorders()[:] = [other for other in _recorders() if other is not entry]
+        _recorders().remove(entry)  # in one step, as other threads open and close theirs
 
 
 def report_round(proposed: int, accepted: int, emitted: int) -> None:

@@ -7,7 +7,7 @@ Greedy decoding keeps x_i while it is the target's mode. q must be the very dist
 Pure functions on tensors: B rows, ℓ drafted tokens (a row may have fewer), V vocabulary; float32 throughout.
 """
 
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 
@@ -69,17 +69,18 @@ def verify_block(
     for i in range(token_ids.shape[1] + 1):
         logits = target_logits(i, rows)
         drafted = lengths[rows] > i
-        following[rows] = sample_token(logits, do_sample)
-        if not drafted.any():
+        ending = rows[~drafted]
+        following[ending] = sample_token(logits[~drafted], do_sample)
+        rows, logits = rows[drafted], logits[drafted]
+        if not len(rows):
             break
-        drafted_rows = rows[drafted]
-        tokens = token_ids[drafted_rows, i]
+        tokens = token_ids[rows, i]
         if do_sample:
-            kept, redrawn = verify_token(tokens, draft_logits[drafted_rows, i], logits[drafted])
-            following[drafted_rows] = redrawn
+            kept, following[rows] = verify_token(tokens, draft_logits[rows, i], logits)
         else:
-            kept = tokens == following[drafted_rows]
-        rows = drafted_rows[kept]
+            following[rows] = sample_token(logits, do_sample)
+            kept = tokens == following[rows]
+        rows = rows[kept]
         accepted[rows] += 1
         if not len(rows):
             break

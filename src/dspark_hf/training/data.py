@@ -2,12 +2,12 @@
 
 import json
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-
 
 PADDED = ("input_ids", "attention_mask", "loss_mask", "target_hidden_states", "target_last_hidden_states",
           "target_logsumexp")  # fmt: skip
@@ -15,6 +15,7 @@ PADDED = ("input_ids", "attention_mask", "loss_mask", "target_hidden_states", "t
 
 def load_answers(paths: Iterable[str | Path], max_length: int) -> list[dict[str, torch.Tensor]]:
     """Answered prompts as `input_ids` and `loss_mask` (true on the response), (T,) each, cut to `max_length` tokens.
+    Texts with fewer than two response tokens left, which have no place for an anchor, are dropped.
 
     Raises:
         ValueError: for a line without the two lists of ids, naming file and line.
@@ -23,15 +24,24 @@ def load_answers(paths: Iterable[str | Path], max_length: int) -> list[dict[str,
     for path in paths:
         with open(path, encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
-                row = json.loads(line)
-                prompt, response = row.get("prompt_ids"), row.get("response_ids")
-                if not isinstance(prompt, list) or not isinstance(response, list):
-                    raise ValueError(f"{path}, line {number}: keys are {sorted(row)}, expected prompt_ids, response_ids")
+                prompt, response = _parse(line, f"{path}, line {number}")
                 ids = torch.tensor((prompt + response)[:max_length])
                 mask = torch.arange(len(ids)) >= len(prompt)
                 if mask.sum() > 1:
                     samples.append({"input_ids": ids, "loss_mask": mask})
     return samples
+
+
+def _parse(line: str, place: str) -> tuple[list[int], list[int]]:
+    try:
+        row = json.loads(line)
+        lists = row["prompt_ids"], row["response_ids"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{place}: {error!r}, expected a JSON object with prompt_ids and response_ids") from error
+    for ids in lists:
+        if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+            raise ValueError(f"{place}: prompt_ids or response_ids is {str(ids)[:80]}, expected a list of token ids")
+    return lists
 
 
 @torch.inference_mode()
@@ -40,25 +50,32 @@ def write_answers(
 ) -> None:
     """Answers the first turn of each prompt with `target`, in batches, and appends a line each to `path`.
 
-    Prompts that already have a line (by their `index`) are left alone, so that a killed run goes on where it stopped.
+    Prompts that already have a line (by their `index`, the place among `prompts`) are left alone, so that a killed run
+    goes on where it stopped.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     done = _finished(path)
     todo = [(i, prompt["turns"][0]) for i, prompt in enumerate(prompts) if i not in done]
     tokenizer.padding_side = "left"
+    ends = set(end_token_ids(target))
     with open(path, "a", encoding="utf-8") as out:
         for chunk in (todo[i : i + batch_size] for i in range(0, len(todo), batch_size)):
             chats = [[{"role": "user", "content": text}] for _, text in chunk]
             inputs = tokenizer.apply_chat_template(
                 chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-            )
+            ).to(target.device)
             texts = target.generate(**inputs, **generate_kwargs)[:, inputs["input_ids"].shape[1] :]
-            ends = set(torch.as_tensor(target.generation_config.eos_token_id).reshape(-1).tolist())
             for row, (index, _) in enumerate(chunk):
                 prompt = inputs["input_ids"][row][inputs["attention_mask"][row].bool()].tolist()
                 response = list(_until_end(texts[row].tolist(), ends))
                 out.write(json.dumps({"index": index, "prompt_ids": prompt, "response_ids": response}) + "\n")
             out.flush()
+
+
+def end_token_ids(target) -> list[int]:
+    """The tokens that end the target's answers; empty where it names none."""
+    ends = target.generation_config.eos_token_id
+    return [] if ends is None else torch.as_tensor(ends).reshape(-1).tolist()
 
 
 def _finished(path: Path) -> set[int]:
@@ -78,21 +95,14 @@ def _until_end(ids: Iterable[int], ends: set[int]) -> Iterator[int]:
             return
 
 
-def count_draft_vocabulary(samples: Iterable[dict[str, torch.Tensor]], size: int, always: Iterable[int]) -> torch.Tensor:
-    """The `size` most frequent response tokens, and those of `always`, sorted ids (D,)."""
+def count_draft_vocabulary(
+    samples: Iterable[dict[str, torch.Tensor]], size: int, always: Iterable[int]
+) -> torch.Tensor:
+    """The tokens of `always` and the most frequent ones of the responses: `size`, or as many as there are, sorted."""
     counts = Counter(dict.fromkeys(always, float("inf")))
     for sample in samples:
         counts.update(sample["input_ids"][sample["loss_mask"]].tolist())
     return torch.tensor(sorted(token for token, _ in counts.most_common(size)))
-
-
-def set_draft_vocabulary(drafter, token_ids: torch.Tensor) -> None:
-    """Fills `d2t` and `t2d` of a drafter with a reduced vocabulary; `token_ids`: sorted, (draft_vocab_size,)."""
-    if len(token_ids) != drafter.config.draft_vocab_size:
-        raise ValueError(f"{len(token_ids)} token ids, expected {drafter.config.draft_vocab_size} (draft_vocab_size)")
-    drafter.d2t.copy_(token_ids - torch.arange(len(token_ids)))
-    drafter.t2d.zero_()
-    drafter.t2d[token_ids] = True
 
 
 def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

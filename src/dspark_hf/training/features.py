@@ -5,10 +5,13 @@ than from many anchors of few: so texts stay in a ring, a step draws its batch f
 sample costs a new forward.
 """
 
+from collections.abc import Iterator
+
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from ..target_dspark import target_states
+from ..vocabulary_dspark import target_logsumexp
 
 
 class ReplayStream(IterableDataset):
@@ -19,22 +22,24 @@ class ReplayStream(IterableDataset):
         target: a frozen model in eval mode.
         layer_ids: layers whose states the drafter reads.
         reuse: draws per new text.
-        ring_size: texts kept.
-        softcap: the target's cap on its logits, if any.
+        ring_size: texts kept, per worker of the data loader.
+        seed: of the order and the draws; every worker has its own on top.
         with_logsumexp: also keep the target's normaliser, needed with a reduced draft vocabulary.
+        softcap: the target's cap on its logits, if any.
     """
 
-    def __init__(
-        self, samples, target, layer_ids, reuse=8, ring_size=768, seed=0, with_logsumexp=False, softcap=None
-    ):
+    def __init__(self, samples, target, layer_ids, reuse=8, ring_size=768, seed=0, with_logsumexp=False, softcap=None):
         if reuse < 1 or ring_size < 1 or not samples:
-            raise ValueError(f"reuse is {reuse}, ring_size {ring_size}, {len(samples)} samples; expected at least 1 each")
-        self.samples, self.target, self.layer_ids = samples, target.eval(), layer_ids
+            raise ValueError(
+                f"reuse is {reuse}, ring_size {ring_size}, {len(samples)} samples; expected at least 1 each"
+            )
+        self.samples, self.target, self.layer_ids = samples, target, layer_ids
         self.reuse, self.ring_size, self.seed = reuse, ring_size, seed
         self.with_logsumexp, self.softcap = with_logsumexp, softcap
 
-    def __iter__(self):
-        generator = torch.Generator().manual_seed(self.seed)
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        worker = get_worker_info()
+        generator = torch.Generator().manual_seed(self.seed + (worker.id if worker else 0))
         ring, count = [], 0
         while True:
             for index in torch.randperm(len(self.samples), generator=generator).tolist():
@@ -49,17 +54,13 @@ class ReplayStream(IterableDataset):
 
     @torch.no_grad()
     def features(self, sample: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """One text with its states: `target_hidden_states` (T, L·H), `target_last_hidden_states` (T, H) and, where asked
-        for, `target_logsumexp` (T,)."""
+        """One text with its states, on the CPU: `target_hidden_states` (T, L·H), `target_last_hidden_states` (T, H)
+        and, where asked for, `target_logsumexp` (T,)."""
         ids = sample["input_ids"][None].to(self.target.device)
-        context, last = target_states(self.target, ids, None, self.layer_ids)
-        result = dict(sample, target_hidden_states=context[0], target_last_hidden_states=last[0])
+        (context,), (last,) = target_states(self.target, ids, None, self.layer_ids)
+        result = dict(sample, target_hidden_states=context.cpu(), target_last_hidden_states=last.cpu())
         if self.with_logsumexp:
-            supervised = (sample["loss_mask"].roll(-1) | sample["loss_mask"]).nonzero()[:, 0]
-            normaliser = torch.zeros(len(sample["input_ids"]))
-            for rows in supervised.split(64):
-                logits = self.target.get_output_embeddings()(last[0, rows]).float()
-                logits = logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
-                normaliser[rows] = logits.logsumexp(dim=-1)
-            result["target_logsumexp"] = normaliser
+            taught = sample["loss_mask"].roll(-1).nonzero()[:, 0]  # positions that teach: their next token is learnt
+            normaliser = target_logsumexp(self.target, last, taught.to(last.device), self.softcap)
+            result["target_logsumexp"] = normaliser.cpu()
         return result

@@ -1,0 +1,109 @@
+"""The command line on the recorded Qwen3 pair: demo's comparison, the benchmark's figures, errors in one line."""
+
+import json
+import sys
+
+import pytest
+import torch
+from generation_helpers import character_tokenizer
+from helpers import FIXTURES, load_target
+from typer.testing import CliRunner
+
+import dspark_hf.cli
+from dspark_hf import ConfidenceThreshold, FixedLength
+from dspark_hf.evaluation.benchmark import Arm, parse_policy, run_benchmark
+from dspark_hf.evaluation.comparison import first_difference
+from dspark_hf.evaluation.loading import load_pair, load_prompts
+
+DRAFTER = str(FIXTURES / "drafter_qwen3_vanilla")
+PROMPTS = ["He bought sports equipment. Coach A bou", "There are 24 students. 12 of them st", "She sold 3 cakes and"]
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory):
+    """The recorded target with a tokenizer whose chat template is the bare text."""
+    folder = tmp_path_factory.mktemp("target")
+    load_target().save_pretrained(folder)
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def run(*arguments):
+    return CliRunner().invoke(dspark_hf.cli.app, [*arguments, "--threads", "1"], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("options", [[], ["--no-pack"], ["--policy", "threshold:0.5"], ["--temperature", "0.7"]])
+def test_generate_compares(target_folder, options):
+    result = run("generate", PROMPTS[0], "--target", target_folder, "--drafter", DRAFTER, "--max-new-tokens", "24", *options)
+    assert result.exit_code == 0
+    for word in ("plain", "drafted", "speed-up", "τ", "tokens/s"):
+        assert word in result.output
+    if "--temperature" not in options:
+        assert "the same" in result.output
+        assert result.output.count("ght the second com") == 2  # both texts were streamed
+
+
+def test_bench_writes_what_it_measured(target_folder, tmp_path):
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out" / "bench.json"
+    prompts.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in PROMPTS))
+    options = ["--target", target_folder, "--drafter", DRAFTER, "--prompts", str(prompts), "--limit", "2"]
+    policies = ["--policy", "fixed", "--policy", "threshold:0.5", "--max-new-tokens", "16"]
+    result = run("bench", *options, *policies, "--output", str(output))
+    assert result.exit_code == 0
+    data = json.loads(output.read_text())
+    assert len(data["prompts"]) == 2 and data["settings"]["max_new_tokens"] == 16
+    assert {"plain", "plain, not packed", "prompt lookup", "dspark fixed", "dspark threshold:0.5"} == set(data["summary"])
+    drafted, plain = data["summary"]["dspark fixed"], data["summary"]["plain"]
+    assert drafted["acceptance_length"] > 1.2 and drafted["texts_that_differ"] == 0
+    assert plain["speed_up"] == 1.0 and plain["acceptance_length"] is None
+    for row in data["prompts"]:
+        lengths = row["dspark fixed"]["acceptance_lengths"]
+        assert row["dspark fixed"]["tokens"] <= 1 + sum(lengths)
+
+
+def test_summary_is_of_the_rounds_measured(target_folder):
+    target, tokenizer, drafter = load_pair(target_folder, DRAFTER, pack=False)
+    arms = [Arm("plain", target, {}), Arm("drafted", target, {"assistant_model": drafter}, FixedLength(2))]
+    result = run_benchmark(arms, tokenizer, PROMPTS, max_new_tokens=12)
+    lengths = [n for row in result["prompts"] for n in row["drafted"]["acceptance_lengths"]]
+    assert result["summary"]["drafted"]["acceptance_length"] == pytest.approx(sum(lengths) / len(lengths))
+    assert all(n <= 3 for n in lengths) and len(result["summary"]["drafted"]["acceptance_by_position"]) == 2
+
+
+def test_difference_is_found_and_weighed(target):
+    target = target()
+    prompt = torch.tensor([ord(c) for c in PROMPTS[0]])
+    text = target.generate(prompt[None], max_new_tokens=8, do_sample=False)[0, len(prompt) :]
+    assert first_difference(target, prompt, text, text) is None
+    other = text.clone()
+    other[3] = (other[3] + 1) % 128
+    difference = first_difference(target, prompt, text, other)
+    logits = target(torch.cat([prompt, text[:3]])[None]).logits[0, -1]
+    assert difference.position == 3 and not difference.near_tie
+    assert difference.margin == pytest.approx(float(logits[text[3]] - logits[other[3]]), abs=1e-4)
+    assert first_difference(target, prompt, text, text[:5]).position == 5
+
+
+def test_policies_by_name():
+    assert parse_policy("fixed") == FixedLength() and parse_policy("fixed:3") == FixedLength(3)
+    assert parse_policy("threshold:0.4") == ConfidenceThreshold(0.4)
+    for text in ("fast", "fixed:x", "threshold", "threshold:2", "fixed:-1"):
+        with pytest.raises(ValueError, match=text):
+            parse_policy(text)
+
+
+def test_prompt_sets():
+    assert len(load_prompts("gsm8k_test", 50)) == 50 and len(load_prompts("chat_test")) == 100
+    with pytest.raises(ValueError, match="nowhere.*gsm8k_test"):
+        load_prompts("nowhere")
+
+
+def test_errors_take_one_line(monkeypatch, capsys, target_folder):
+    arguments = ["generate", "Hi", "--target", target_folder, "--drafter", str(FIXTURES / "target_qwen3")]
+    monkeypatch.setattr(sys, "argv", ["dspark", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        dspark_hf.cli.main()
+    assert stopped.value.code == 2
+    assert "not a DSpark checkpoint" in capsys.readouterr().err

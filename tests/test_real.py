@@ -1,0 +1,51 @@
+"""The bundled drafter on the real model: the same greedy text in float32, more than one token per verification."""
+
+import pytest
+import torch
+
+from dspark_hf import ConfidenceThreshold, DSparkDrafterModel, FixedLength, record_speculation
+from dspark_hf.cli.demo import BUNDLED_DRAFTER
+from dspark_hf.demo_target import demo_target_path
+from dspark_hf.evaluation.comparison import first_difference
+from dspark_hf.evaluation.loading import chat_inputs, load_prompts, load_target
+
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target, tokenizer = load_target(str(demo_target_path()), pack=False)
+    target = target.float()
+    drafter = DSparkDrafterModel.from_pretrained(BUNDLED_DRAFTER, dtype=torch.float32).eval()
+    return target, tokenizer, drafter
+
+
+def test_greedy_text_is_the_targets_own(pair):
+    target, tokenizer, drafter = pair
+    with record_speculation() as stats:
+        for prompt in load_prompts("gsm8k_test", 3):
+            inputs = chat_inputs(tokenizer, prompt, "cpu")
+            options = {"max_new_tokens": 32, "do_sample": False}
+            length = inputs["input_ids"].shape[1]
+            plain = target.generate(**inputs, **options)[0, length:]
+            drafter.verify_policy = FixedLength()
+            drafted = target.generate(**inputs, **options, assistant_model=drafter)[0, length:]
+            difference = first_difference(target, inputs["input_ids"][0], plain, drafted)
+            assert difference is None or difference.near_tie
+    assert stats.acceptance_length > 1.5
+
+
+def test_threshold_saves_verification(pair):
+    target, tokenizer, drafter = pair
+    inputs = chat_inputs(tokenizer, load_prompts("gsm8k_test", 1)[0], "cpu")
+    drafter.verify_policy = ConfidenceThreshold(0.5)
+    with record_speculation() as stats:
+        target.generate(**inputs, max_new_tokens=32, do_sample=False, assistant_model=drafter)
+    proposed, kept = sum(stats.proposal_lengths), sum(stats.accepted_lengths)
+    assert 0 < kept <= proposed < 7 * len(stats.proposal_lengths)
+    assert kept / proposed > 0.5  # the head's own promise
+
+
+def test_bundled_weights_are_small():
+    size = (BUNDLED_DRAFTER / "model.safetensors").stat().st_size
+    assert size <= 26e6
