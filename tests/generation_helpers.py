@@ -1,18 +1,27 @@
-"""What the tests of generate() share: small random models, a character tokenizer, statistics."""
+"""What the tests of generate() share: the comparison with plain generate(), small random models, a character
+tokenizer, statistics."""
 
 import random
 from collections import Counter
 
 import torch
+from helpers import expected_greedy
 from scipy import stats
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dspark_hf import DSparkConfig, DSparkDrafterModel
+from dspark_hf.target_dspark import CACHE_NAME
+
+TRACES = expected_greedy("qwen3_vanilla")["threshold_0.0"]
+PROMPTS = [torch.tensor([trace["prompt_ids"]]) for trace in TRACES]
+IDS = PROMPTS[0]
+NEW = {"max_new_tokens": 20, "do_sample": False}
+HAS_STATIC = CACHE_NAME == "cache"  # assisted decoding over static caches came with transformers 5.24
 
 
 def chi_square(seen, exact: dict) -> float:
-    """p-value of the outcomes `seen` against their probabilities; rare outcomes share one bin, impossible ones give 0."""
+    """p-value of the outcomes `seen` against their probabilities; rare ones share one bin, impossible ones give 0."""
     counts, total = Counter(seen), len(seen)
     if any(exact.get(outcome, 0.0) <= 0.0 for outcome in counts):
         return 0.0
@@ -82,9 +91,9 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 
 class Rig:
-    """Stands in for a drafter's own proposals, so that blocks are accepted up to every length: each block starts with
-    `text`, up to a slot drawn at random, and goes on with the drafter's own tokens. All of drafting still runs; the
-    context rows that it is given are kept, with the position of the first.
+    """Stands in for a drafter's own proposals, so that blocks are accepted up to every length, in random order: each
+    starts with so many tokens of `text` and goes on with the drafter's own. All of drafting still runs; the context
+    rows that it is given are kept, with the position of the first.
 
         with Rig(drafter, text) as rig:
             target.generate(ids, assistant_model=drafter)
@@ -93,7 +102,7 @@ class Rig:
 
     def __init__(self, drafter, text: torch.Tensor, seed: int = 0):
         self.drafter, self.text, self.random = drafter, text, random.Random(seed)
-        self.contexts, self.start = [], None
+        self.contexts, self.start, self.lengths = [], None, []
 
     def __enter__(self):
         draft, new_cache = self.drafter.draft, self.drafter.new_cache
@@ -101,8 +110,7 @@ class Rig:
         def rigged_draft(context, anchor_ids, input_ids=None, **kwargs):
             self.contexts.append(context)
             output = draft(context, anchor_ids, input_ids=input_ids, **kwargs)
-            known = self.text[:, input_ids.shape[1] :][:, : output.token_ids.shape[1]]
-            known = known[:, : self.random.randint(0, self.drafter.config.block_size)]
+            known = self.text[:, input_ids.shape[1] :][:, : min(self.next_length(), output.token_ids.shape[1])]
             output.token_ids = torch.cat([known.to(output.token_ids), output.token_ids[:, known.shape[1] :]], dim=1)
             return output
 
@@ -112,6 +120,12 @@ class Rig:
 
         self.drafter.draft, self.drafter.new_cache = rigged_draft, seen_new_cache
         return self
+
+    def next_length(self) -> int:
+        if not self.lengths:
+            self.lengths = list(range(self.drafter.config.block_size + 1))
+            self.random.shuffle(self.lengths)
+        return self.lengths.pop()
 
     def __exit__(self, *_):
         del self.drafter.draft, self.drafter.new_cache
@@ -123,3 +137,31 @@ class Rig:
         states = target(text, output_hidden_states=True, use_cache=False).hidden_states
         wanted = torch.cat([states[i + 1] for i in ids], dim=-1)[:, self.start : self.start + rows.shape[1]]
         torch.testing.assert_close(rows.float(), wanted.float(), rtol=tolerance, atol=tolerance)
+
+
+def sequences(output) -> torch.Tensor:
+    return output if isinstance(output, torch.Tensor) else output.sequences
+
+
+def same_text(target, drafter, ids=IDS, context_text=lambda text: text, **kwargs):
+    """The output of plain generate(), after asserting that drafting gives the same text: with the drafter as it is, and
+    with its blocks rigged to be right up to a random slot, so that what ends a text does so at every place of a block.
+
+    Arguments that each run needs anew (streamers, criteria, caches) are given as functions. `context_text` maps the
+    output to the text (1, T) whose states the drafter should have read.
+    """
+    anew = {"streamer", "stopping_criteria", "logits_processor", CACHE_NAME}
+
+    def run(**more):
+        fresh = {key: value() if key in anew else value for key, value in kwargs.items()}
+        inputs = {} if ids is None else {"input_ids": ids}
+        return target.generate(**inputs, **(NEW | fresh | more))
+
+    plain = run()
+    text = sequences(plain)
+    assert sequences(run(assistant_model=drafter)).tolist() == text.tolist()
+    with Rig(drafter, text) as rig:
+        assert sequences(run(assistant_model=drafter)).tolist() == text.tolist()
+    if rig.contexts:
+        rig.check_context(target, context_text(text))
+    return plain

@@ -7,11 +7,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from dspark_hf import DSparkDrafterModel
+from dspark_hf import DSparkConfig, DSparkDrafterModel
 
 FIXTURES = Path(__file__).parent / "fixtures"
 QWEN3 = ("qwen3_vanilla", "qwen3_gated", "qwen3_rnn", "qwen3_vanilla_plainconf", "qwen3_dflash")
 DRAFTERS = (*QWEN3, "gemma4_vanilla")
+VOCABULARY = torch.tensor([0, *range(7, 90, 2), 10, 32, 100]).sort().values  # 46 of 128 tokens
 
 
 def load_target(name: str = "qwen3", **kwargs):
@@ -40,3 +41,24 @@ def training_batch(name: str = "qwen3_vanilla") -> dict[str, torch.Tensor]:
 def expected_greedy(name: str):
     """Its recorded greedy traces."""
     return json.loads((FIXTURES / "expected" / f"{name}_greedy.json").read_text())
+
+
+def restricted(full: DSparkDrafterModel, own_head: bool) -> DSparkDrafterModel:
+    """`full` with a draft vocabulary of `VOCABULARY`, with its own rows of the head or none."""
+    sizes = {"draft_vocab_size": len(VOCABULARY), "has_lm_head": own_head}
+    model = DSparkDrafterModel(DSparkConfig.from_dict(full.config.to_dict() | sizes))
+    state = full.state_dict()
+    for key in ("lm_head.weight", "markov_head.markov_w2.weight"):
+        state[key] = state[key][VOCABULARY]
+    unused = model.load_state_dict(state, strict=False)
+    assert set(unused.unexpected_keys) == (set() if own_head else {"lm_head.weight"})
+    assert set(unused.missing_keys) == {"d2t", "t2d"}
+    model.set_draft_vocabulary(VOCABULARY)
+    return model.eval()
+
+
+def gradients(model, **batch) -> dict[str, torch.Tensor]:
+    """Of the training loss, by parameter name; those without one are left out."""
+    model.zero_grad(set_to_none=True)
+    model(**batch).loss.backward()
+    return {key: parameter.grad for key, parameter in model.named_parameters() if parameter.grad is not None}

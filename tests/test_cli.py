@@ -10,7 +10,8 @@ from helpers import FIXTURES, load_target
 from typer.testing import CliRunner
 
 import dspark_hf.cli
-from dspark_hf import ConfidenceThreshold, FixedLength
+from dspark_hf import ConfidenceThreshold, FixedLength, record_speculation
+from dspark_hf.cli.generate import ACCEPTED, ColourStreamer
 from dspark_hf.evaluation.benchmark import Arm, parse_policy, run_benchmark
 from dspark_hf.evaluation.comparison import first_difference
 from dspark_hf.evaluation.loading import load_pair, load_prompts
@@ -36,13 +37,34 @@ def run(*arguments):
 
 @pytest.mark.parametrize("options", [[], ["--no-pack"], ["--policy", "threshold:0.5"], ["--temperature", "0.7"]])
 def test_generate_compares(target_folder, options):
-    result = run("generate", PROMPTS[0], "--target", target_folder, "--drafter", DRAFTER, "--max-new-tokens", "24", *options)
+    result = run(
+        "generate", PROMPTS[0], "--target", target_folder, "--drafter", DRAFTER, "--max-new-tokens", "24", *options
+    )
     assert result.exit_code == 0
     for word in ("plain", "drafted", "speed-up", "τ", "tokens/s"):
         assert word in result.output
     if "--temperature" not in options:
         assert "the same" in result.output
         assert result.output.count("ght the second com") == 2  # both texts were streamed
+
+
+def test_accepted_draft_tokens_are_coloured(target, drafter):
+    class Paper:
+        printed = []
+
+        def print(self, text="", **_):
+            self.printed.append(text)
+
+    target, prompt = target(), torch.tensor([[ord(c) for c in PROMPTS[0]]])
+    with record_speculation() as stats:
+        streamer = ColourStreamer(character_tokenizer(), stats, Paper())
+        text = target.generate(prompt, assistant_model=drafter(), streamer=streamer, max_new_tokens=24, do_sample=False)
+    flags = [False]
+    for accepted in stats.accepted_lengths:
+        flags += [True] * accepted + [False]
+    assert [part.style == ACCEPTED for part in Paper.printed[:-1]] == flags[:24]
+    assert "".join(part.plain for part in Paper.printed[:-1]) == "".join(map(chr, text[0, len(PROMPTS[0]) :].tolist()))
+    assert sum(flags[:24]) > 5
 
 
 def test_bench_writes_what_it_measured(target_folder, tmp_path):
@@ -54,7 +76,9 @@ def test_bench_writes_what_it_measured(target_folder, tmp_path):
     assert result.exit_code == 0
     data = json.loads(output.read_text())
     assert len(data["prompts"]) == 2 and data["settings"]["max_new_tokens"] == 16
-    assert {"plain", "plain, not packed", "prompt lookup", "dspark fixed", "dspark threshold:0.5"} == set(data["summary"])
+    assert {"plain", "plain, not packed", "prompt lookup", "dspark fixed", "dspark threshold:0.5"} == set(
+        data["summary"]
+    )
     drafted, plain = data["summary"]["dspark fixed"], data["summary"]["plain"]
     assert drafted["acceptance_length"] > 1.2 and drafted["texts_that_differ"] == 0
     assert plain["speed_up"] == 1.0 and plain["acceptance_length"] is None

@@ -6,15 +6,24 @@ import pickle
 
 import pytest
 import torch
-from helpers import DRAFTERS, FIXTURES, expected, load_drafter, load_target, training_batch
+from helpers import (
+    DRAFTERS,
+    FIXTURES,
+    VOCABULARY,
+    expected,
+    gradients,
+    load_drafter,
+    load_target,
+    restricted,
+    training_batch,
+)
 from safetensors.torch import load_file, save_file
 from scipy.stats import chisquare
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
-from dspark_hf import DSparkConfig, DSparkDrafterModel, DSparkDraftOutput
+from dspark_hf import DSparkDrafterModel, DSparkDraftOutput
 
 LENT = {"embed_tokens.weight", "lm_head.weight"}
-VOCABULARY = torch.tensor([0, *range(7, 90, 2), 10, 32, 100]).sort().values  # 46 of 128 tokens
 
 
 def first_round(name: str = "qwen3_vanilla") -> dict[str, torch.Tensor]:
@@ -42,12 +51,6 @@ def assert_same_draft(actual, wanted, atol=1e-5):
 def row_of(draft: DSparkDraftOutput, row: int) -> DSparkDraftOutput:
     parts = {key: value[row, None] for key, value in draft.items() if key != "cache"}
     return DSparkDraftOutput(**parts, cache=draft.cache)
-
-
-def gradients(model, **batch) -> dict[str, torch.Tensor]:
-    model.zero_grad(set_to_none=True)
-    model(**batch).loss.backward()
-    return {key: parameter.grad for key, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 # ------------------------------------------------------------------------------------------------- loading and saving
@@ -323,7 +326,8 @@ def test_logits_are_what_tokens_were_drawn_from(drafter, name):
         assert chisquare(counts[keep], wanted[keep] * counts.sum() / wanted.sum()).pvalue > 1e-3
 
 
-def test_processors_see_the_text_before_each_token(drafter):
+@pytest.mark.parametrize("name", ["qwen3_vanilla", "qwen3_dflash"])
+def test_processors_see_the_text_before_each_token(drafter, name):
     seen = []
 
     def processor(prefix, logits):
@@ -331,9 +335,9 @@ def test_processors_see_the_text_before_each_token(drafter):
         logits[:, : len(seen)] = 50.0  # in place, as some do; forces token 0
         return logits
 
-    arguments = first_round()
     text = torch.arange(51)[None]
-    draft = drafter().draft(**arguments, logits_processor=processor, input_ids=text)
+    draft = drafter(name).draft(**first_round(name), logits_processor=processor, input_ids=text)
+    torch.testing.assert_close(draft.base_logits, drafter(name).draft(**first_round(name)).base_logits)
     assert draft.token_ids.tolist() == [[0] * 7]
     for k, prefix in enumerate(seen):
         assert torch.equal(prefix, torch.cat([text, draft.token_ids[:, :k]], dim=1))
@@ -382,20 +386,6 @@ def test_a_lora_wrapped_drafter_drafts_and_learns(drafter):
 # ------------------------------------------------------------------------------------------------ reduced vocabularies
 
 
-def restricted(full: DSparkDrafterModel, own_head: bool) -> DSparkDrafterModel:
-    """`full` with a draft vocabulary of `VOCABULARY`, with its own rows of the head or none."""
-    sizes = {"draft_vocab_size": len(VOCABULARY), "has_lm_head": own_head}
-    model = DSparkDrafterModel(DSparkConfig.from_dict(full.config.to_dict() | sizes))
-    state = full.state_dict()
-    for key in ("lm_head.weight", "markov_head.markov_w2.weight"):
-        state[key] = state[key][VOCABULARY]
-    unused = model.load_state_dict(state, strict=False)
-    assert set(unused.unexpected_keys) == (set() if own_head else {"lm_head.weight"})
-    assert set(unused.missing_keys) == {"d2t", "t2d"}
-    model.set_draft_vocabulary(VOCABULARY)
-    return model.eval()
-
-
 @pytest.mark.parametrize("own_head", [True, False])
 def test_a_reduced_vocabulary_restricts_the_logits(tmp_path, drafter, target, own_head):
     model = restricted(drafter(), own_head)
@@ -427,11 +417,12 @@ def test_rows_of_the_targets_head_follow_head_dtype_and_vocabulary(drafter):
     torch.testing.assert_close(model.base_logits(states, other), other.get_output_embeddings()(states)[:, VOCABULARY])
 
     model.to(torch.bfloat16)
-    rows = model.base_logits(states.bfloat16(), lender)
+    rows = model.base_logits(states.bfloat16(), other)
     assert rows.dtype == torch.bfloat16
-    torch.testing.assert_close(rows.float(), head(states)[:, VOCABULARY], rtol=0.02, atol=0.05)
+    torch.testing.assert_close(rows.float(), other.get_output_embeddings()(states)[:, VOCABULARY], rtol=0.02, atol=0.05)
 
-    model.float().set_draft_vocabulary(torch.arange(len(VOCABULARY)))
+    torch.testing.assert_close(model.float().base_logits(states, lender), head(states)[:, VOCABULARY])
+    model.set_draft_vocabulary(torch.arange(len(VOCABULARY)))
     torch.testing.assert_close(model.base_logits(states, lender), head(states)[:, : len(VOCABULARY)])
 
 

@@ -1,4 +1,4 @@
-"""verify_block keeps the target's distribution: exact enumeration on a tiny vocabulary, its corner cases, and greedy."""
+"""verify_block keeps the target's distribution: exact enumeration on a tiny vocabulary, corner cases, greedy."""
 
 import itertools
 

@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--output-dir", help="in place of the recipe's")
     parser.add_argument("--max-steps", type=int, help="in place of the recipe's")
     parser.add_argument("--threads", type=int, help="CPU threads of the training process")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the output folder")
     options = parser.parse_args()
     recipe = yaml.safe_load(options.recipe.read_text())
     overrides = {"output_dir": options.output_dir, "max_steps": options.max_steps}
@@ -62,7 +63,7 @@ def main() -> None:
         softcap=drafter.config.final_logit_softcapping,
     )
     trainer = Trainer(model=drafter, args=arguments, train_dataset=stream, data_collator=collate)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=options.resume)
     trainer.save_model(str(Path(arguments.output_dir) / "drafter"))
 
 

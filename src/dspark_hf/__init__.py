@@ -9,7 +9,6 @@ from .objective_dspark import Objective
 from .scheduling_dspark import ConfidenceThreshold, FixedLength
 from .telemetry_dspark import record_speculation
 
-
 AutoConfig.register("dspark", DSparkConfig)
 AutoModel.register(DSparkConfig, DSparkDrafterModel)
 

@@ -41,6 +41,12 @@ _STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDT
 def check_generation(target: PreTrainedModel, drafter: Any, generation_config: GenerationConfig) -> None:
     """Raises `ValueError` for what cannot be decoded exactly, before anything is computed."""
     check_pair(target, drafter)
+    mode = generation_config.get_generation_mode().value
+    if mode not in ("greedy_search", "sample"):
+        raise ValueError(
+            f"the generation mode is {mode} (num_beams {generation_config.num_beams}), expected greedy search or "
+            "sampling: nothing else can be drafted for"
+        )
     if generation_config.guidance_scale not in (None, 1, 1.0):
         raise ValueError(
             f"guidance_scale is {generation_config.guidance_scale}, expected 1: its processor keeps a state of its "
@@ -191,8 +197,6 @@ def speculative_decode(
         for count in range(1, min(tokens.shape[1], room) + 1):
             steps.add_scores(logits, count - 1)
             finished = bool(stopping_criteria(text[:, : input_ids.shape[1] + count], steps.scores).all())
-            if streamer is not None:
-                streamer.put(tokens[:, count - 1].cpu())
             if finished:
                 break
         steps.add_states(outputs, cache, width, count)
@@ -202,6 +206,9 @@ def speculative_decode(
             emitted = count if cut else tokens.shape[1]
             report_round(width, min(tokens.shape[1] - 1, emitted), emitted)
             cache.crop(-(width + 1 - count))
+        if streamer is not None:  # after the report, from which a streamer may learn how the tokens came about
+            for i in range(count):
+                streamer.put(tokens[:, i].cpu())
         input_ids = text[:, : input_ids.shape[1] + count]
         if finished:
             break

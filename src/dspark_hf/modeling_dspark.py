@@ -21,7 +21,7 @@ from .backbone_dspark import RMS_NORMS, ContextCache, DSparkDecoderLayer, DSpark
 from .configuration_dspark import DSparkConfig
 from .generation_dspark import DSparkCandidateGenerator, check_generation, speculative_decode
 from .heads_dspark import MARKOV_HEAD_CLASSES, ConfidenceHead
-from .hook_dspark import install_hook
+from .hook_dspark import install_hook, save_custom_generate
 from .objective_dspark import (
     Objective,
     block_attention_mask,
@@ -127,6 +127,12 @@ class DSparkDrafterModel(VocabularyMixin, PreTrainedModel):
                 f"missing tensors {sorted(missing)}, unknown tensors {sorted(unknown)}"
             )
         return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, save_directory, is_main_process: bool = True, **kwargs):
+        """As in transformers; the folder also serves `generate(..., custom_generate=folder)`."""
+        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        if is_main_process:
+            save_custom_generate(save_directory)
 
     # ---------------------------------------------------------------------------------------------------- generate()
     # What the hook in transformers' generate() calls on an assistant.
@@ -324,7 +330,12 @@ class DSparkDrafterModel(VocabularyMixin, PreTrainedModel):
         if self.markov_head is not None:
             embeddings = self.markov_head.embed(previous)
             latents = self.markov_head.block_latents(embeddings, hidden)
-        confidence_logits = None if self.confidence_head is None else self.confidence_head(hidden, embeddings)
+        confidence_logits = None
+        if self.confidence_head is not None:
+            features = (hidden, embeddings)
+            if objective.detach_confidence:
+                features = (feature if feature is None else feature.detach() for feature in features)
+            confidence_logits = self.confidence_head(*features)
 
         ce, l1 = self._slot_losses(
             hidden, latents, labels, slot_mask, anchor_positions, target_last_hidden_states, target_logsumexp, objective

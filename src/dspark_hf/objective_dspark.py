@@ -20,13 +20,20 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True)
 class Objective:
-    """Weights of the loss terms, the decay δ of slot weights in slots, and how many slots' logits exist at a time."""
+    """Weights of the loss terms, and how they are computed.
+
+    Args:
+        decay: δ of the slot weights, in slots.
+        chunk_size: how many slots' logits exist at a time.
+        detach_confidence: train the confidence head alone by its term, and not the backbone.
+    """
 
     ce_weight: float = 0.1
     l1_weight: float = 0.9
     confidence_weight: float = 1.0
     decay: float = 4.0
     chunk_size: int = 256
+    detach_confidence: bool = False
 
     def __post_init__(self):
         for name in ("ce_weight", "l1_weight", "confidence_weight"):

@@ -69,11 +69,11 @@ def verify_block(
     for i in range(token_ids.shape[1] + 1):
         logits = target_logits(i, rows)
         drafted = lengths[rows] > i
-        ending = rows[~drafted]
-        following[ending] = sample_token(logits[~drafted], do_sample)
-        rows, logits = rows[drafted], logits[drafted]
-        if not len(rows):
-            break
+        if not drafted.all():
+            following[rows[~drafted]] = sample_token(logits[~drafted], do_sample)
+            rows, logits = rows[drafted], logits[drafted]
+            if not len(rows):
+                break
         tokens = token_ids[rows, i]
         if do_sample:
             kept, following[rows] = verify_token(tokens, draft_logits[rows, i], logits)

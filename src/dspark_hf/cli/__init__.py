@@ -8,7 +8,6 @@ from .bench import bench
 from .demo import demo
 from .generate import generate
 
-
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="DSpark speculative decoding.")
 for verb in (demo, generate, bench):
     app.command()(verb)

@@ -24,7 +24,8 @@ def bench(
     policy: Annotated[list[str] | None, typer.Option(help="fixed:N or threshold:T; may be given again.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Length of an answer.")] = 128,
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
-    pack: Annotated[bool, typer.Option(help="Pack linear layers for the CPU, in every arm but one.")] = True,
+    pack: Annotated[bool, typer.Option(help="Pack linear layers for the CPU.")] = True,
+    rivals: Annotated[bool, typer.Option(help="Also measure prompt lookup, and plain generation unpacked.")] = True,
     output: Annotated[Path, typer.Option(help="Where the JSON goes.")] = Path("runs/bench.json"),
 ) -> None:
     """Measures generation with and without the drafter: tokens/s, speed-up, acceptance length."""
@@ -33,9 +34,10 @@ def bench(
     name = target or str(demo_target_path())
     packed, tokenizer, model = load_pair(name, drafter, pack)
     arms = [Arm("plain", packed, {})]
-    if pack and packed.device.type == "cpu":
+    if rivals and pack and packed.device.type == "cpu":
         arms.append(Arm("plain, not packed", load_target(name, pack=False)[0], {}))
-    arms.append(Arm("prompt lookup", packed, {"prompt_lookup_num_tokens": 7}))
+    if rivals:
+        arms.append(Arm("prompt lookup", packed, {"prompt_lookup_num_tokens": 7}))
     for text in policy or ["fixed"]:
         arms.append(Arm(f"dspark {text}", packed, {"assistant_model": model}, parse_policy(text)))
     result = run_benchmark(

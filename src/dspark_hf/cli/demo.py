@@ -8,7 +8,6 @@ import typer
 from ..demo_target import demo_target_path
 from .generate import compare
 
-
 BUNDLED_DRAFTER = Path(__file__).parents[3] / "model_cards" / "dspark-smollm2-135m-instruct"
 PROMPT = "A baker sells 12 cakes a day for 15 dollars each. How much money does she make in a week?"
 

@@ -15,7 +15,6 @@ from ..evaluation.comparison import first_difference
 from ..evaluation.loading import chat_inputs, load_pair
 from ..telemetry_dspark import SpeculationStats, record_speculation
 
-
 ACCEPTED = "bold green"
 
 

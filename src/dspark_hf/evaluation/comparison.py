@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-
 NEAR_TIE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 """Margins, in logits, that rounding in a dtype can overturn."""
 

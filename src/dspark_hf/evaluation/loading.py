@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from ..modeling_dspark import DSparkDrafterModel
 from ..packing import pack_linears, preferred_cpu_dtype
 
-
 PROMPTS = Path(__file__).parent / "prompts"
 """The first 100 prompts of GSM8K's test split (MIT) and of a chat test set (CC0)."""
 
