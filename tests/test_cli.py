@@ -57,7 +57,7 @@ def test_accepted_draft_tokens_are_coloured(target, drafter):
 
     target, prompt = target(), torch.tensor([[ord(c) for c in PROMPTS[0]]])
     with record_speculation() as stats:
-        streamer = ColourStreamer(character_tokenizer(), stats, Paper())
+        streamer = ColourStreamer(character_tokenizer(), Paper(), stats)
         text = target.generate(prompt, assistant_model=drafter(), streamer=streamer, max_new_tokens=24, do_sample=False)
     flags = [False]
     for accepted in stats.accepted_lengths:

@@ -274,20 +274,6 @@ def test_streamer_sees_what_plain_generate_shows(target, drafter, arguments):
     assert len(tapes[0].calls) == plain.shape[1] - START + 2
 
 
-def test_a_criterion_may_look_at_the_streamer(target, drafter):
-    """A reader's "enough" takes effect at the same token: criteria and streamer are called in turn, as in plain."""
-    tapes = []
-
-    def fresh_streamer():
-        tapes.append(Tape())
-        return tapes[-1]
-
-    enough = Recorder(lambda text, scores: len(tapes[-1].calls) == 8)
-    arguments = {"streamer": fresh_streamer, "stopping_criteria": lambda: StoppingCriteriaList([enough])}
-    plain = same_text(target("qwen3"), drafter(), **arguments)
-    assert plain.shape[1] == START + 8
-
-
 def test_text_streamers(target, drafter, capsys):
     tokenizer = character_tokenizer()
     same_text(target("qwen3"), drafter(), streamer=lambda: TextStreamer(tokenizer, skip_prompt=True))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from generation_helpers import HAS_STATIC, IDS, NEW, PROMPTS, Rig, character_tokenizer, same_text, sequences
 from helpers import load_drafter, load_target
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig, pipeline
 
 from dspark_hf import record_speculation
 from dspark_hf.target_dspark import CACHE_NAME
@@ -209,6 +209,22 @@ def test_static_cache(target, drafter, count):
 
 def test_prompt_of_one_token(target, drafter):
     same_text(target("qwen3"), drafter(), IDS[:, :1])
+
+
+def test_pipeline(target, drafter):
+    model, tokenizer = target("qwen3"), character_tokenizer()
+    plain = pipeline("text-generation", model=model, tokenizer=tokenizer)("He bought ", **NEW)
+    with record_speculation() as stats:
+        drafted = pipeline("text-generation", model=model, tokenizer=tokenizer, assistant_model=drafter())
+        assert drafted("He bought ", **NEW) == plain
+    assert stats.acceptance_length > 1
+
+
+def test_prompts_of_other_types(target, drafter):
+    """int32 ids; none at all, where generate() starts with the beginning-of-text token."""
+    same_text(target("qwen3"), drafter(), IDS.int())
+    plain = same_text(target("qwen3"), drafter(), None)
+    assert plain[0, 0] == 0 and plain.shape[1] > 2
 
 
 def test_generation_config_object(target, drafter):

@@ -5,16 +5,18 @@ import json
 
 import pytest
 import torch
-from generation_helpers import IDS, NEW, same_text, tiny_drafter, tiny_target
+from generation_helpers import IDS, NEW, Rig, same_text, tiny_drafter, tiny_target
 from helpers import load_drafter
 from test_generate_inputs import assert_caches_equal, assert_outputs_equal
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     Cohere2Config,
     DeepseekV3Config,
     DynamicCache,
+    Gemma3Config,
     Gemma3TextConfig,
     GenerationMixin,
     GPTNeoXConfig,
@@ -117,6 +119,34 @@ def test_gemma4_target(target, drafter):
     model, ids = target("gemma4"), IDS[:, :30]
     plain = same_text(model, drafter("gemma4_vanilla"), ids, max_new_tokens=48)
     assert plain.shape[1] == 78
+
+
+def test_multimodal_target():
+    """A picture in the prompt is prefilled as ever; the drafter reads the states of its tokens like others."""
+    text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    text |= {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8, "layer_types": MIXED, "vocab_size": 64}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    special = {"image_token_index": 60, "boi_token_index": 61, "eoi_token_index": 62, "tie_word_embeddings": False}
+    config = Gemma3Config(
+        text_config=text | {"eos_token_id": None, "bos_token_id": None, "tie_word_embeddings": False},
+        vision_config=vision | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        **special,
+    )
+    torch.manual_seed(0)
+    target = AutoModelForImageTextToText.from_config(config).eval().requires_grad_(False)
+    for parameter in target.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    drafter, ids = drafter_for(target), torch.tensor([[5, 6, 61, 60, 60, 60, 60, 62, 7, 8, 9]])
+    picture = {"pixel_values": torch.randn(1, 3, 28, 28), "token_type_ids": (ids == 60).long()}
+    arguments = {"max_new_tokens": 30, "do_sample": False}
+    plain = target.generate(ids, **picture, **arguments)
+    assert plain.tolist() != target.generate(ids, **arguments).tolist()
+    with Rig(drafter, plain), record_speculation() as stats:
+        assert torch.equal(target.generate(ids, assistant_model=drafter, **picture, **arguments), plain)
+    assert stats.acceptance_length > 2
+    same_text(target, drafter, ids[:, 7:], **arguments)
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "cohere2"])

@@ -27,9 +27,9 @@ from .target_dspark import (
     check_croppable,
     check_pair,
     context_states,
-    hidden_state_indices,
     is_static,
     key_columns,
+    states_argument,
 )
 from .telemetry_dspark import report_round
 from .verification_dspark import sample_token, verify_block
@@ -81,8 +81,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.cache = None
         self.prompt_mask = (model_kwargs or {}).get("attention_mask")
         wants_all = generation_config.return_dict_in_generate and generation_config.output_hidden_states
-        indices = hidden_state_indices(drafter.config.target_layer_ids)
-        self.model_kwargs_overrides = {"output_hidden_states": True if wants_all else indices}
+        states = True if wants_all else states_argument(drafter.config.target_layer_ids)
+        self.model_kwargs_overrides = {"output_hidden_states": states}
 
     def propose(self, input_ids: torch.Tensor, outputs: ModelOutput, counts: torch.Tensor):
         """Drafts behind the last token of each row.
@@ -197,6 +197,8 @@ def speculative_decode(
         for count in range(1, min(tokens.shape[1], room) + 1):
             steps.add_scores(logits, count - 1)
             finished = bool(stopping_criteria(text[:, : input_ids.shape[1] + count], steps.scores).all())
+            if streamer is not None:
+                streamer.put(tokens[:, count - 1].cpu())
             if finished:
                 break
         steps.add_states(outputs, cache, width, count)
@@ -206,9 +208,6 @@ def speculative_decode(
             emitted = count if cut else tokens.shape[1]
             report_round(width, min(tokens.shape[1] - 1, emitted), emitted)
             cache.crop(-(width + 1 - count))
-        if streamer is not None:  # after the report, from which a streamer may learn how the tokens came about
-            for i in range(count):
-                streamer.put(tokens[:, i].cpu())
         input_ids = text[:, : input_ids.shape[1] + count]
         if finished:
             break

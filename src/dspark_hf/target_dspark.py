@@ -8,6 +8,7 @@ import inspect
 
 import torch
 from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers.utils import output_capturing
 
 # The name under which models take and return their cache: "cache" since transformers 5.24.
 CACHE_NAME = (
@@ -15,6 +16,10 @@ CACHE_NAME = (
     if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
     else "past_key_values"
 )
+
+# Whether `output_hidden_states=[...]` selects indices of `hidden_states`, whose first entry is the embedding output, or
+# (before transformers 5.24) decoder layers, without that entry.
+_STATES_BY_INDEX = hasattr(output_capturing, "resolve_hidden_states_indices")
 
 # Layers with a recurrent state, which cannot take back a rejected token.
 _RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "hybrid")
@@ -75,15 +80,19 @@ def key_columns(cache: Cache, layer_idx: int, count: int, later: int) -> slice:
     return slice(max(0, count - later - window), count - later)
 
 
-def hidden_state_indices(layer_ids: list[int]) -> list[int]:
-    """Indices into transformers' `hidden_states`, whose first entry is the embedding output (layer −1)."""
-    return [layer_id + 1 for layer_id in layer_ids]
+def states_argument(layer_ids: list[int]) -> list[int] | bool:
+    """The value of `output_hidden_states` that makes a model return what `context_states` reads, and no more."""
+    if _STATES_BY_INDEX:
+        return [layer_id + 1 for layer_id in layer_ids]
+    return True if -1 in layer_ids else list(layer_ids)
 
 
-def context_states(hidden_states: tuple[torch.Tensor, ...], layer_ids: list[int]) -> torch.Tensor:
+def context_states(hidden_states: tuple[torch.Tensor | None, ...], layer_ids: list[int]) -> torch.Tensor:
     """The states a drafter reads, side by side: a model's `hidden_states`, (B, T, H) each → (B, T, L·H)."""
-    device = hidden_states[hidden_state_indices(layer_ids)[-1]].device
-    return torch.cat([hidden_states[i].to(device) for i in hidden_state_indices(layer_ids)], dim=-1)
+    # A selection by layers has no entry for the embedding output, and none of the last layer.
+    offset = 1 if _STATES_BY_INDEX or all(states is not None for states in hidden_states) else 0
+    states = [hidden_states[layer_id + offset] for layer_id in layer_ids]
+    return torch.cat([state.to(states[-1].device) for state in states], dim=-1)
 
 
 @torch.no_grad()
@@ -101,7 +110,7 @@ def target_states(
     outputs = target.get_decoder()(
         input_ids=input_ids,
         attention_mask=attention_mask,
-        output_hidden_states=hidden_state_indices(layer_ids),
+        output_hidden_states=states_argument(layer_ids),
         use_cache=False,
     )
     return context_states(outputs.hidden_states, layer_ids), outputs.last_hidden_state

@@ -61,7 +61,7 @@ def compare(
         console.rule(title)
         torch.manual_seed(seed)
         with record_speculation() as stats:
-            streamer = ColourStreamer(tokenizer, stats, console)
+            streamer = ColourStreamer(tokenizer, console, stats if assistant is not None else None)
             start = time.perf_counter()
             texts.append(target.generate(**inputs, assistant_model=assistant, streamer=streamer, **options)[0, length:])
             speeds.append(len(texts[-1]) / (time.perf_counter() - start))
@@ -81,11 +81,17 @@ def compare(
 
 
 class ColourStreamer(BaseStreamer):
-    """Prints text as it comes, tokens that the drafter guessed right in colour."""
+    """Prints text as it comes, tokens that the drafter guessed right in colour.
 
-    def __init__(self, tokenizer, stats: SpeculationStats, console: Console):
-        self.tokenizer, self.stats, self.console = tokenizer, stats, console
-        self.prompt_seen, self.rounds, self.drafted = False, 0, 0
+    Args:
+        stats: open recorder of a drafted call, whose rounds tell how tokens came about: a round's tokens are printed
+            when it has ended. None for plain generation, where each token is printed at once.
+    """
+
+    def __init__(self, tokenizer, console: Console, stats: SpeculationStats | None = None):
+        self.tokenizer, self.console, self.stats = tokenizer, console, stats
+        self.prompt_seen, self.rounds, self.undrafted = False, 0, 1  # the first token comes from the prefill
+        self.pending: list[int] = []
         self.ids: list[int] = []
         self.printed = ""
 
@@ -93,16 +99,24 @@ class ColourStreamer(BaseStreamer):
         if not self.prompt_seen:
             self.prompt_seen = True
             return
-        if len(self.stats.accepted_lengths) > self.rounds:  # the first token of a round
-            self.rounds = len(self.stats.accepted_lengths)
-            self.drafted = self.stats.accepted_lengths[-1]
-        self.ids += value.tolist()
-        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        if not text.endswith("\ufffd"):  # else in the middle of a character
-            style = ACCEPTED if self.drafted > 0 else ""
-            self.console.print(Text(text[len(self.printed) :], style=style), end="", soft_wrap=True)
-            self.printed = text
-        self.drafted -= 1
+        if self.stats is None or len(self.stats.accepted_lengths) > self.rounds:
+            self._flush()
+        self.pending += value.tolist()
 
     def end(self) -> None:
+        self._flush()
         self.console.print()
+
+    def _flush(self) -> None:
+        """Prints the tokens of the round that ended, and those before it."""
+        accepted = self.stats.accepted_lengths[self.rounds :][:1] if self.stats else []
+        drafted = range(self.undrafted, self.undrafted + sum(accepted))
+        for i, token in enumerate(self.pending):
+            self.ids.append(token)
+            text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+            if not text.endswith("\ufffd"):  # else in the middle of a character
+                style = ACCEPTED if i in drafted else ""
+                self.console.print(Text(text[len(self.printed) :], style=style), end="", soft_wrap=True)
+                self.printed = text
+        if self.pending:
+            self.rounds, self.undrafted, self.pending = self.rounds + len(accepted), 0, []
