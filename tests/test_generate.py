@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from generation_helpers import IDS, NEW, TRACES, character_tokenizer, same_text
+from generation_helpers import HAS_STATIC, IDS, NEW, TRACES, character_tokenizer, same_text
 from helpers import QWEN3, expected_greedy
 from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer, TextStreamer
 from transformers.generation.streamers import BaseStreamer
@@ -135,6 +135,17 @@ def test_processors_never_see_what_plain_generate_would_not_show(target, drafter
             return scores
 
     same_text(target("qwen3"), drafter(), logits_processor=lambda: [Plan()], max_new_tokens=11)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_drafts_are_processed_as_the_target_is(target, drafter, do_sample):
+    """Where the processors leave little choice, drafts hit: they see the same ones, behind the same prefix."""
+    plan = torch.randint(32, 127, (200,))
+    arguments = {"prefix_allowed_tokens_fn": lambda row, ids: [plan[len(ids)].item()], "do_sample": do_sample}
+    with record_speculation() as stats:
+        text = target("qwen3").generate(IDS, assistant_model=drafter(), **(NEW | arguments))
+    assert text[0, START:].tolist() == plan[START : START + COUNT].tolist()
+    assert stats.acceptance_lengths[:-1] == [8] * (len(stats.acceptance_lengths) - 1)
 
 
 @pytest.mark.parametrize("temperature", [0.1, 1.0])
@@ -272,6 +283,21 @@ def test_streamer_sees_what_plain_generate_shows(target, drafter, arguments):
     plain = same_text(target("qwen3"), drafter(), streamer=fresh, tokenizer=character_tokenizer(), **arguments)
     assert len(tapes) == 3 and all(tape.calls == tapes[0].calls for tape in tapes)
     assert len(tapes[0].calls) == plain.shape[1] - START + 2
+
+
+@pytest.mark.skipif(not HAS_STATIC, reason="before transformers 5.24 a token is streamed before criteria are asked")
+def test_a_criterion_may_look_at_the_streamer(target, drafter):
+    """A reader's "enough" takes effect at the same token: criteria and streamer are called in turn, as in plain."""
+    tapes = []
+
+    def fresh_streamer():
+        tapes.append(Tape())
+        return tapes[-1]
+
+    enough = Recorder(lambda text, scores: len(tapes[-1].calls) == 8)
+    arguments = {"streamer": fresh_streamer, "stopping_criteria": lambda: StoppingCriteriaList([enough])}
+    plain = same_text(target("qwen3"), drafter(), **arguments)
+    assert plain.shape[1] == START + 8
 
 
 def test_text_streamers(target, drafter, capsys):

@@ -23,6 +23,7 @@ from transformers import (
     GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
+    LogitsProcessor,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -207,6 +208,15 @@ def test_own_loop_with_left_padding(own_loop, target, drafter):
     ids = torch.cat([IDS.new_zeros(1, 2), IDS], dim=1)
     mask = (torch.arange(ids.shape[1]) >= 2).long()[None]
     same_text(target("qwen3"), drafter(), ids, context_text=lambda text: text[:, 2:], attention_mask=mask)
+
+
+def test_own_loop_shows_processors_nothing_beyond_the_end(own_loop, target, drafter):
+    class Bounded(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            assert input_ids.shape[1] < IDS.shape[1] + 9
+            return scores
+
+    same_text(target("qwen3"), drafter(), logits_processor=lambda: [Bounded()], max_new_tokens=9)
 
 
 @pytest.fixture(scope="module")
