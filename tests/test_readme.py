@@ -15,7 +15,9 @@ from dspark_hf.demo_target import HUB_ID, demo_target_path
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.S)
-COMMANDS = [line.strip() for line in re.findall(r"^    (?=\S)(.*)$", README, re.M)]
+COMMANDS = [
+    line.strip() for line in re.findall(r"^    (?=\S)(.*)$", re.sub(r"```.*?```", "", README, flags=re.S), re.M)
+]
 CARD = ROOT / "model_cards" / "dspark-smollm2-135m-instruct"
 
 
