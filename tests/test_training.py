@@ -1,67 +1,16 @@
-"""Training with plain `transformers.Trainer`: states, texts, replay stream, checkpoints, and `training/train.py`."""
+"""Training with plain `transformers.Trainer`: states, texts, checkpoints."""
 
-import itertools
 import json
-import runpy
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
-from generation_helpers import character_tokenizer
-from helpers import expected_greedy, load_target
+from helpers import load_target
 from safetensors.torch import load_file
-from torch.utils.data import DataLoader
-from transformers import LlamaConfig, Trainer, TrainingArguments
+from training_helpers import new_drafter, texts, with_states
+from transformers import Trainer, TrainingArguments
 
-from dspark_hf import DSparkConfig, DSparkDrafterModel
-from dspark_hf.target_dspark import target_states
-from dspark_hf.training import (
-    ReplayStream,
-    collate,
-    count_draft_vocabulary,
-    end_token_ids,
-    load_answers,
-    write_answers,
-)
-
-RECIPES = Path(__file__).parents[1] / "training"
-DRAFTER = {
-    "num_hidden_layers": 1,
-    "block_size": 4,
-    "mask_token_id": 127,
-    "target_layer_ids": [0, 2, 4],
-    "markov_rank": 8,
-    "markov_head_type": "vanilla",
-    "enable_confidence_head": True,
-    "confidence_head_with_markov": True,
-    "num_anchors": 8,
-    "has_embed_tokens": False,
-    "has_lm_head": False,
-}
-
-
-def new_drafter(target, **changes) -> DSparkDrafterModel:
-    torch.manual_seed(0)
-    return DSparkDrafterModel(DSparkConfig.for_target(target.config, **DRAFTER | changes)).attach_target(target)
-
-
-def texts() -> list[dict[str, torch.Tensor]]:
-    """Six texts of 104 to 139 tokens; the target's greedy answers are to be learnt."""
-    traces = expected_greedy("qwen3_vanilla")["threshold_0.0"]
-    samples = []
-    for trace in traces:
-        ids = torch.tensor(trace["output_ids"])
-        samples.append({"input_ids": ids, "loss_mask": torch.arange(len(ids)) >= len(trace["prompt_ids"])})
-    return samples
-
-
-def with_states(target, samples):
-    for sample in samples:
-        (states,), (last,) = target_states(target, sample["input_ids"][None], None, DRAFTER["target_layer_ids"])
-        yield sample | {"target_hidden_states": states, "target_last_hidden_states": last}
+from dspark_hf import DSparkDrafterModel
+from dspark_hf.training import collate, count_draft_vocabulary, end_token_ids, load_answers
 
 
 def trainer(model, folder, train_dataset=None, data_collator=collate, **arguments) -> Trainer:
@@ -162,59 +111,6 @@ def test_autocast(target):
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
-# ------------------------------------------------------------------------------------------------------- replay stream
-
-
-def test_stream_states_are_those_of_a_direct_forward(target):
-    stream = ReplayStream(texts(), target(), [0, 2, 4], with_logsumexp=True)
-    for sample in itertools.islice(stream, 4):
-        outputs = target()(sample["input_ids"][None], output_hidden_states=True)
-        states = torch.cat([outputs.hidden_states[i + 1][0] for i in (0, 2, 4)], dim=-1)
-        torch.testing.assert_close(sample["target_hidden_states"], states)
-        torch.testing.assert_close(sample["target_last_hidden_states"], outputs.hidden_states[-1][0])
-        teaches = sample["loss_mask"].nonzero()[:, 0] - 1
-        normaliser = outputs.logits[0, teaches].logsumexp(-1)
-        torch.testing.assert_close(sample["target_logsumexp"][teaches], normaliser)
-
-
-def test_stream_caps_the_logits(target):
-    stream = ReplayStream(texts(), target(), [0], with_logsumexp=True, softcap=3.0)
-    sample = next(iter(stream))
-    logits = target()(sample["input_ids"][None]).logits[0]
-    normaliser = (3.0 * torch.tanh(logits / 3.0)).logsumexp(-1)
-    teaches = sample["loss_mask"].nonzero()[:, 0] - 1
-    torch.testing.assert_close(sample["target_logsumexp"][teaches], normaliser[teaches])
-
-
-def test_stream_reuses_and_forgets(target, monkeypatch):
-    """Draw n costs ⌈n / reuse⌉ forwards, and comes from the last `ring_size` texts; every text has its turn."""
-    stream, forwards = ReplayStream(texts(), target(), [0], reuse=3, ring_size=2, seed=5), []
-    monkeypatch.setattr(stream, "features", lambda sample: forwards.append(len(sample["input_ids"])) or forwards[-1])
-    for count, drawn in enumerate(itertools.islice(stream, 36), 1):
-        assert len(forwards) == -(-count // 3)
-        assert drawn in forwards[-2:]
-    assert sorted(forwards[:6]) == sorted(forwards[6:]) == sorted(len(text["input_ids"]) for text in texts())
-    again = [drawn for drawn in itertools.islice(stream, 36)]
-    assert forwards[12:] == forwards[:12]  # a new pass draws as the first did
-    stream.seed = 6
-    assert [drawn for drawn in itertools.islice(stream, 36)] != again
-
-
-def test_workers_of_the_loader_draw_differently(target):
-    stream = ReplayStream(texts(), target(), [0], ring_size=2)
-    loader = DataLoader(
-        stream, batch_size=6, num_workers=2, collate_fn=lambda batch: [len(s["input_ids"]) for s in batch]
-    )
-    first, second = itertools.islice(loader, 2)
-    assert first != second
-
-
-@pytest.mark.parametrize("values", [{"reuse": 0}, {"ring_size": 0}, {"samples": []}])
-def test_refused_streams(target, values):
-    with pytest.raises(ValueError, match="expected at least 1 each"):
-        ReplayStream(**{"samples": texts(), "target": target(), "layer_ids": [0]} | values)
-
-
 # --------------------------------------------------------------------------------------------------------------- texts
 
 
@@ -247,49 +143,6 @@ def test_bad_lines_are_named(tmp_path, line):
         load_answers([path], 100)
 
 
-def chat_tokenizer():
-    tokenizer = character_tokenizer()
-    tokenizer.chat_template = (
-        "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %} A{% endif %}"
-    )
-    return tokenizer
-
-
-PROMPTS = [{"turns": [text]} for text in ("Tom has 3 boxes.", "How many?", "A train goes 60 miles in", "Ann", "5 + 7")]
-
-
-def test_answers_are_the_targets_own(tmp_path, monkeypatch):
-    """Each as if answered alone, cut behind the end token. A killed run leaves a torn line, and goes on from there."""
-    path = tmp_path / "runs" / "answers.jsonl"
-    options = {"max_new_tokens": 24, "do_sample": False, "batch_size": 2}
-    model = load_target()
-    model.generation_config.eos_token_id = [ord("e"), ord("?")]
-    write_answers(model, chat_tokenizer(), PROMPTS, path, **options)
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [row["index"] for row in rows] == [0, 1, 2, 3, 4]
-    for row, prompt in zip(rows, PROMPTS, strict=True):
-        ids = [ord(character) for character in prompt["turns"][0] + " A"]
-        alone = model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False)[0, len(ids) :].tolist()
-        assert (row["prompt_ids"], row["response_ids"]) == (ids, alone)
-    assert len({len(row["response_ids"]) for row in rows}) > 1
-    assert any(row["response_ids"][-1] == ord("e") for row in rows)
-
-    whole = path.read_text()
-    asked, generate = [], model.generate
-
-    def counted_generate(input_ids, **kwargs):
-        asked.append(len(input_ids))
-        return generate(input_ids, **kwargs)
-
-    monkeypatch.setattr(model, "generate", counted_generate)
-    for kept in (len(whole) - 9, whole.index("\n") + 1, whole.index("\n"), 0):
-        path.write_text(whole[:kept])
-        asked.clear()
-        write_answers(model, chat_tokenizer(), PROMPTS, path, **options)
-        assert path.read_text() == whole
-        assert sum(asked) == 5 - whole[:kept].count("\n")
-
-
 def test_end_tokens():
     model = load_target()
     for value, wanted in ((None, []), (3, [3]), ([4, 5], [4, 5])):
@@ -313,48 +166,3 @@ def test_collate_pads_on_the_right():
     assert batch["loss_mask"].tolist() == [[0, 1, 1], [1, 0, 0]]
     assert batch["target_hidden_states"][1].tolist() == [[8.5, 8.5], [0, 0], [0, 0]]
     assert "target_logsumexp" not in batch
-
-
-# ------------------------------------------------------------------------------------------------------------ train.py
-
-
-def test_train_script(tmp_path, target, monkeypatch):
-    """Answers, trains and saves with the shipped recipe, made small; another run goes on from the checkpoint."""
-    recipe = yaml.safe_load((RECIPES / "configs" / "smollm2-135m.yaml").read_text())
-    recipe["answers"] = str(tmp_path / "answers.jsonl")
-    recipe["regenerate"] |= {"max_new_tokens": 16}
-    recipe["drafter"] |= DRAFTER | {"draft_vocab_size": 12}
-    recipe["training"] |= {"output_dir": str(tmp_path / "run"), "max_steps": 2, "save_steps": 2, "warmup_steps": 0,
-                           "logging_steps": 1, "use_cpu": True, "lr_scheduler_type": "constant"}  # fmt: skip
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
-    load_target().save_pretrained(tmp_path / "target")
-    chat_tokenizer().save_pretrained(tmp_path / "target")
-    arguments = [
-        str(path) for path in (RECIPES / "train.py", tmp_path / "recipe.yaml", "--target", tmp_path / "target")
-    ]
-
-    command = [sys.executable, *arguments, "--prompts", str(tmp_path / "prompts.jsonl"), "--threads", "1"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 5
-    model = DSparkDrafterModel.from_pretrained(tmp_path / "run" / "drafter").eval()
-    assert model.config.draft_vocab_size == 12 and model.t2d[10] and model.lm_head is None
-    draft = model.draft(torch.randn(1, 5, 192), torch.tensor([40]), target=target())
-    assert model.t2d[draft.token_ids].all()
-    assert json.loads((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").read_text())["global_step"] == 2
-
-    monkeypatch.setattr(sys, "argv", [*arguments, "--max-steps", "3", "--resume"])
-    runpy.run_path(arguments[0], run_name="__main__")
-    again = DSparkDrafterModel.from_pretrained(tmp_path / "run" / "drafter")
-    assert torch.equal(again.d2t, model.d2t) and not torch.equal(again.fc.weight, model.fc.weight)
-
-
-def test_recipes_fit_their_target():
-    """The shipped recipe's keys make a configuration for SmolLM2-135M's sizes, and training arguments."""
-    for path in (RECIPES / "configs").glob("*.yaml"):
-        recipe = yaml.safe_load(path.read_text())
-        target = LlamaConfig(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
-                             num_attention_heads=9, num_key_value_heads=3)  # fmt: skip
-        DSparkConfig.for_target(target, **recipe["drafter"])
-        TrainingArguments(**recipe["training"] | {"use_cpu": True})

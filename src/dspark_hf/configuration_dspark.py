@@ -116,24 +116,39 @@ class DSparkConfig(PreTrainedConfig):
 
     @classmethod
     def for_target(cls, target_config: PreTrainedConfig, **overrides: Any) -> "DSparkConfig":
-        """A Qwen3-form configuration fitting `target_config` (sizes, RoPE, special tokens).
+        """A configuration fitting `target_config` (sizes, RoPE, special tokens), in Qwen3 form, or for a Gemma-4 target
+        in its own (`backbone_type="gemma4_text"`).
 
         `overrides` must hold the draft keys: `block_size`, `mask_token_id`, `target_layer_ids`, `num_hidden_layers`,
         `markov_rank`, `enable_confidence_head` and what these require; and what the target has no equal of.
         """
         text = target_config.get_text_config()
-        copied = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+        copied = ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
                   "head_dim", "rms_norm_eps", "max_position_embeddings", "final_logit_softcapping", "pad_token_id",
-                  "bos_token_id", "eos_token_id")  # fmt: skip
-        keys = {key: getattr(text, key) for key in copied if hasattr(text, key)}
-        heads = text.num_attention_heads
+                  "bos_token_id", "eos_token_id"]  # fmt: skip
+        form = overrides.get("backbone_type", cls.backbone_type)
+        # The plain values first: attributes that vary from layer to layer refuse to be read.
+        plain = text.to_dict()
+        keys = {key: plain[key] if key in plain else getattr(text, key, None) for key in copied}
+        if form == "gemma4_text":
+            # The sizes of full attention; since transformers 5.18 given per layer, where they differ from the others'.
+            full = max((plain.get("per_layer_config") or {}).items(), default=("", {}))[1]
+            keys["global_head_dim"] = plain.get("global_head_dim") or full.get("head_dim", plain["head_dim"])
+            shared = plain.get("num_global_key_value_heads") or full.get("num_key_value_heads")
+            keys["num_global_key_value_heads"] = shared or plain["num_key_value_heads"]
+            keys |= {"attention_k_eq_v": plain["attention_k_eq_v"], "hidden_act": plain["hidden_activation"]}
+        keys = {key: value for key, value in keys.items() if value is not None}
+        heads = keys["num_attention_heads"]
         keys["num_target_layers"] = text.num_hidden_layers
-        keys["num_key_value_heads"] = keys.get("num_key_value_heads") or heads
-        keys["head_dim"] = keys.get("head_dim") or text.hidden_size // heads
+        keys.setdefault("num_key_value_heads", heads)
+        keys.setdefault("head_dim", keys["hidden_size"] // heads)
         rope = getattr(text, "rope_parameters", None)
         if rope is not None:
             rope = dict(rope.get("full_attention", rope))
-            rope.pop("partial_rotary_factor", None)  # all dimensions of the drafter's heads rotate
+            if form != "gemma4_text":
+                rope.pop("partial_rotary_factor", None)  # all dimensions of the drafter's heads rotate
+                if rope.get("rope_type") == "proportional":
+                    rope["rope_type"] = "default"
             keys["rope_parameters"] = rope
         return cls(**keys | overrides)
 

@@ -206,7 +206,8 @@ def speculative_decode(
             last = text[:, input_ids.shape[1] + count - 1]
             cut = finished and (count < room or bool(ends_text(last, generation_config).any()))
             emitted = count if cut else tokens.shape[1]
-            report_round(width, min(tokens.shape[1] - 1, emitted), emitted)
+            confidence_logits = None if draft.confidence_logits is None else draft.confidence_logits[0]
+            report_round(width, min(tokens.shape[1] - 1, emitted), emitted, confidence_logits)
             cache.crop(-(width + 1 - count))
         input_ids = text[:, : input_ids.shape[1] + count]
         if finished:

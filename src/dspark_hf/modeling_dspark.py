@@ -27,8 +27,9 @@ from .objective_dspark import (
     block_attention_mask,
     block_labels,
     chunked_slot_losses,
+    drafter_loss,
     sample_anchors,
-    three_term_loss,
+    text_positions,
 )
 from .scheduling_dspark import FixedLength, VerifyPolicy
 from .target_dspark import target_states
@@ -290,7 +291,9 @@ class DSparkDrafterModel(VocabularyMixin, PreTrainedModel):
         output_logits: bool = False,
         attention_mask: torch.Tensor | None = None,
         target_logsumexp: torch.Tensor | None = None,
+        document_ids: torch.LongTensor | None = None,
         objective: Objective | None = None,
+        total_weight: torch.Tensor | None = None,
         return_loss: bool = True,
     ) -> DSparkOutput:
         """The training pass over blocks anchored in known text.
@@ -304,7 +307,10 @@ class DSparkDrafterModel(VocabularyMixin, PreTrainedModel):
             output_logits: return the draft logits too, (B, A, γ, V), at the price of their memory.
             attention_mask: (B, T), false on padding; needed only where the attached target computes the states.
             target_logsumexp: (B, T), the target's normaliser, for a reduced draft vocabulary; computed if absent.
+            document_ids: (B, T), which document of its row a token belongs to, where several were packed into a row.
             objective: weights of the loss terms; the paper's by default, CE alone for a drafter without heads (DFlash).
+            total_weight: the divisor of the loss, that of the whole optimisation step where this batch is a part of
+                it (`objective_dspark.total_weight`); of this batch by default.
             return_loss: read by `Trainer`, which evaluates the loss only where this parameter is.
         """
         self.check_lender()
@@ -312,18 +318,24 @@ class DSparkDrafterModel(VocabularyMixin, PreTrainedModel):
             raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}, expected (B, T)")
         if loss_mask is None:
             loss_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if target_hidden_states is None and document_ids is not None:
+            raise ValueError("target_hidden_states is missing, expected with document_ids: each document has its own")
         if target_hidden_states is None:
             target_hidden_states, target_last_hidden_states = self._attached_target_states(input_ids, attention_mask)
         if anchor_positions is None:
-            anchor_positions, anchor_mask = sample_anchors(loss_mask, self.config.num_anchors)
+            anchor_positions, anchor_mask = sample_anchors(
+                loss_mask, self.config.num_anchors, document_ids=document_ids
+            )
         elif anchor_mask is None:
             anchor_mask = torch.ones_like(anchor_positions, dtype=torch.bool)
         objective = objective or self.default_objective(target_last_hidden_states is not None)
         if objective.needs_teacher and target_last_hidden_states is None:
             raise ValueError(f"target_last_hidden_states is missing, expected with {objective}")
 
-        hidden = self._block_states(input_ids, target_hidden_states, anchor_positions, anchor_mask)
-        labels, slot_mask = block_labels(input_ids, loss_mask, anchor_positions, anchor_mask, self.config.block_size)
+        hidden = self._block_states(input_ids, target_hidden_states, anchor_positions, anchor_mask, document_ids)
+        labels, slot_mask = block_labels(
+            input_ids, loss_mask, anchor_positions, anchor_mask, self.config.block_size, document_ids
+        )
         anchors = input_ids.gather(1, anchor_positions)
         previous = torch.cat([anchors[..., None], labels[..., :-1]], dim=-1)
         embeddings, latents = None, None
@@ -337,11 +349,20 @@ class DSparkDrafterModel(VocabularyMixin, PreTrainedModel):
                 features = (feature if feature is None else feature.detach() for feature in features)
             confidence_logits = self.confidence_head(*features)
 
-        ce, l1 = self._slot_losses(
-            hidden, latents, labels, slot_mask, anchor_positions, target_last_hidden_states, target_logsumexp, objective
+        draft_labels = self.to_draft_labels(labels)
+        losses = self._slot_losses(
+            hidden,
+            latents,
+            draft_labels,
+            slot_mask,
+            anchor_positions,
+            target_last_hidden_states,
+            target_logsumexp,
+            objective,
         )
+        has_teacher, unreachable = target_last_hidden_states is not None, draft_labels < 0
         return DSparkOutput(
-            **three_term_loss(ce, l1, confidence_logits, slot_mask, objective),
+            **drafter_loss(losses, has_teacher, unreachable, confidence_logits, slot_mask, objective, total_weight),
             logits=self.to_target_vocabulary(self._draft_logits(hidden, latents)) if output_logits else None,
             confidence_logits=confidence_logits,
             target_ids=labels,
@@ -361,7 +382,7 @@ class DSparkDrafterModel(VocabularyMixin, PreTrainedModel):
         states = target_states(target, input_ids.to(target.device), mask, layer_ids)
         return tuple(state.to(input_ids.device) for state in states)
 
-    def _block_states(self, input_ids, target_hidden_states, positions, anchor_mask) -> torch.Tensor:
+    def _block_states(self, input_ids, target_hidden_states, positions, anchor_mask, document_ids) -> torch.Tensor:
         """h of all blocks in one pass, (B, A, γ, H)."""
         batch_size, length = input_ids.shape
         block_size, dtype = self.config.block_size, self.fc.weight.dtype
@@ -370,10 +391,14 @@ class DSparkDrafterModel(VocabularyMixin, PreTrainedModel):
         hidden = self.embed(blocks.flatten(1))
         context = self.hidden_norm(self.fc(target_hidden_states.to(dtype)))
 
-        text = torch.arange(length, device=input_ids.device).expand(batch_size, -1)
-        slots = (positions[..., None] + torch.arange(block_size, device=input_ids.device)).flatten(1)
+        if document_ids is None:
+            text = torch.arange(length, device=input_ids.device).expand(batch_size, -1)
+        else:
+            text = text_positions(document_ids)
+        anchors = text.gather(1, positions)
+        slots = (anchors[..., None] + torch.arange(block_size, device=input_ids.device)).flatten(1)
         context_cos_sin, (cos, sin) = self.rotary_emb(text, dtype), self.rotary_emb(slots, dtype)
-        mask = block_attention_mask(positions, anchor_mask, block_size, length)
+        mask = block_attention_mask(positions, anchor_mask, block_size, length, document_ids)
         mask = self._attention_mask(mask, hidden.dtype)
         for layer in self.layers:
             key, value = layer.self_attn.key_value(context, *context_cos_sin)
@@ -385,30 +410,29 @@ class DSparkDrafterModel(VocabularyMixin, PreTrainedModel):
         return logits if latents is None else logits + self.markov_head.project(latents)
 
     def _slot_losses(
-        self, hidden, latents, labels, slot_mask, positions, last_hidden_states, logsumexp, objective
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """CE and L1 of every slot, (B, A, γ) float32, 0 where unsupervised; L1 is None without a teacher."""
-        has_teacher = last_hidden_states is not None
+        self, hidden, latents, draft_labels, slot_mask, positions, last_hidden_states, logsumexp, objective
+    ) -> torch.Tensor:
+        """CE, L1 and KL of every slot, (2 or 3, B, A, γ) float32, 0 where unsupervised."""
         text, anchor, slot = slot_mask.nonzero(as_tuple=True)
         rows = positions[text, anchor] + slot
-        if has_teacher:
+        if last_hidden_states is not None:
             rows = rows + text * last_hidden_states.shape[1]
             last_hidden_states = last_hidden_states.flatten(0, 1)
             logsumexp = self.teacher_logsumexp(last_hidden_states, rows, logsumexp)
-        ce, l1 = chunked_slot_losses(
+        losses = chunked_slot_losses(
             self._draft_logits,
             self.teacher_logits,
             hidden[slot_mask],
             None if latents is None else latents[slot_mask],
-            self.to_draft_labels(labels[slot_mask]),
+            draft_labels[slot_mask],
             last_hidden_states,
             rows,
-            logsumexp if has_teacher else None,
+            logsumexp if last_hidden_states is not None else None,
             objective.chunk_size,
+            with_kl=objective.kl_weight > 0,
         )
-        zeros = torch.zeros(slot_mask.shape, dtype=torch.float32, device=hidden.device)
-        ce = zeros.masked_scatter(slot_mask, ce)
-        return ce, zeros.masked_scatter(slot_mask, l1) if has_teacher else None
+        zeros = torch.zeros(len(losses), *slot_mask.shape, dtype=torch.float32, device=hidden.device)
+        return zeros.masked_scatter(slot_mask, losses)
 
 
 def _stacked(slots: list[torch.Tensor], none: torch.Tensor) -> torch.Tensor:

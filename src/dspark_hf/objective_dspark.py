@@ -6,8 +6,11 @@ W_k = m_k exp(−k/δ), δ = 4. With p_d the draft's and p_t the teacher's distr
 
     CE = −log p_d(x),   L1 = Σ_v |p_d(v) − p_t(v)|,   BCE of the confidence against 1 − ½ L1, the chance of acceptance
 
-and L = 0.1 CE + 0.9 L1 + 1.0 BCE, each term ΣWℓ / ΣW. Shapes: B texts of T tokens, A anchors, γ slots, N supervised
-slots in all, V vocabulary, D draft vocabulary.
+and L = 0.1 CE + 0.9 L1 + 1.0 BCE, each term ΣWℓ / ΣW. Beside the paper's there are, by choice, KL in place of L1, the
+weights of D-PACE (arXiv 2605.18810), and the expected acceptance length itself, 1 + Σ_k Π_{j≤k} (1 − ½ L1_j).
+
+Shapes: B texts of T tokens, A anchors, γ slots, N supervised slots in all, V vocabulary, D draft vocabulary. Several
+documents may share a row of tokens; `document_ids` (B, T) then tells them apart, and no block or anchor crosses them.
 """
 
 from collections.abc import Callable
@@ -23,7 +26,13 @@ class Objective:
     """Weights of the loss terms, and how they are computed.
 
     Args:
-        decay: δ of the slot weights, in slots.
+        kl_weight: of KL(p_t ‖ p_d), over the tokens that can be drafted.
+        length_weight: of the expected number of slots that are not accepted, Σ_k m_k (1 − Π_{j≤k} (1 − ½ L1_j)); its
+            divisor is that of the other terms.
+        position_weights: "decay", W_k = m_k exp(−k/δ), or "dpace": what a slot adds to the accepted length by the
+            draft's own chances q of the labels, W_k = m_k Σ_{m≥k} Π_{i≤m} q̃_i with q̃ = (1 − α) q + α.
+        decay: δ, in slots.
+        dpace_alpha: α.
         chunk_size: how many slots' logits exist at a time.
         detach_confidence: train the confidence head alone by its term, and not the backbone.
     """
@@ -31,36 +40,51 @@ class Objective:
     ce_weight: float = 0.1
     l1_weight: float = 0.9
     confidence_weight: float = 1.0
+    kl_weight: float = 0.0
+    length_weight: float = 0.0
+    position_weights: str = "decay"
     decay: float = 4.0
+    dpace_alpha: float = 0.5
     chunk_size: int = 256
     detach_confidence: bool = False
 
     def __post_init__(self):
-        for name in ("ce_weight", "l1_weight", "confidence_weight"):
+        for name in ("ce_weight", "l1_weight", "confidence_weight", "kl_weight", "length_weight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected 0 or more")
         if self.decay <= 0 or self.chunk_size < 1:
             raise ValueError(f"decay is {self.decay}, chunk_size {self.chunk_size}; expected both above 0")
+        if self.position_weights not in ("decay", "dpace"):
+            raise ValueError(f"position_weights is {self.position_weights!r}, expected 'decay' or 'dpace'")
+        if not 0.0 < self.dpace_alpha <= 1.0:
+            raise ValueError(f"dpace_alpha is {self.dpace_alpha}, expected a value in (0, 1]")
 
     @property
     def needs_teacher(self) -> bool:
-        return self.l1_weight > 0 or self.confidence_weight > 0
+        return max(self.l1_weight, self.confidence_weight, self.kl_weight, self.length_weight) > 0
 
 
 def sample_anchors(
-    loss_mask: torch.Tensor, num_anchors: int, generator: torch.Generator | None = None
+    loss_mask: torch.Tensor,
+    num_anchors: int,
+    generator: torch.Generator | None = None,
+    document_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws anchors uniformly without replacement among positions p with loss_mask[p] and loss_mask[p+1].
 
     Args:
         loss_mask: (B, T), true on response tokens.
+        document_ids: (B, T), by default one document a row.
 
     Returns:
         Sorted positions (B, A) with 0 for padding, and which of them are real (B, A), A ≤ `num_anchors` the largest
         number that any row has.
     """
     response = loss_mask.bool()
-    valid = F.pad(response[:, :-1] & response[:, 1:], (0, 1))
+    valid = response[:, :-1] & response[:, 1:]
+    if document_ids is not None:
+        valid = valid & (document_ids[:, :-1] == document_ids[:, 1:])
+    valid = F.pad(valid, (0, 1))
     count = valid.sum(dim=1).clamp(max=num_anchors)
     width = max(int(count.max()), 1)
     scores = torch.rand(valid.shape, generator=generator, device=valid.device).masked_fill(~valid, 2.0)
@@ -76,6 +100,7 @@ def block_labels(
     positions: torch.Tensor,
     anchor_mask: torch.Tensor,
     block_size: int,
+    document_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Labels x_{p+k+1} and the mask m_k of every slot, both (B, A, γ). Labels of padding anchors are x_0."""
     index = positions[..., None] + torch.arange(1, block_size + 1, device=input_ids.device)
@@ -84,13 +109,20 @@ def block_labels(
     labels = input_ids[:, None].expand(-1, index.shape[1], -1).gather(2, index)
     response = loss_mask.bool()[:, None].expand(-1, index.shape[1], -1).gather(2, index)
     counts = inside & response & anchor_mask[..., None]
+    if document_ids is not None:
+        documents = document_ids[:, None].expand(-1, index.shape[1], -1).gather(2, index)
+        counts = counts & (documents == document_ids.gather(1, positions)[..., None])
     return labels, counts.long().cumprod(dim=-1).bool()
 
 
 def block_attention_mask(
-    positions: torch.Tensor, anchor_mask: torch.Tensor, block_size: int, length: int
+    positions: torch.Tensor,
+    anchor_mask: torch.Tensor,
+    block_size: int,
+    length: int,
+    document_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Who sees whom in training: block slots see the text before their anchor and their own block.
+    """Who sees whom in training: block slots see the document before their anchor and their own block.
 
     Args:
         positions, anchor_mask: (B, A).
@@ -103,14 +135,36 @@ def block_attention_mask(
     real = anchor_mask.repeat_interleave(block_size, dim=1)
     block = torch.arange(positions.shape[1], device=positions.device).repeat_interleave(block_size)
     context = (torch.arange(length, device=positions.device) < anchors[..., None]) & real[..., None]
+    if document_ids is not None:
+        context = context & (document_ids[:, None] == document_ids.gather(1, anchors)[..., None])
     own = (block[:, None] == block).expand(positions.shape[0], -1, -1)
     return torch.cat([context, own], dim=-1)[:, None]
 
 
-def slot_weights(slot_mask: torch.Tensor, decay: float) -> torch.Tensor:
+def text_positions(document_ids: torch.Tensor) -> torch.Tensor:
+    """Position of every token in its own document, (B, T); documents are runs of equal ids."""
+    index = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
+    starts = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
+    return index - torch.where(starts, index, 0).cummax(dim=1).values
+
+
+def decay_weights(slot_mask: torch.Tensor, decay: float) -> torch.Tensor:
     """W_k = m_k exp(−k/δ), (B, A, γ) float32."""
     slots = torch.arange(slot_mask.shape[-1], device=slot_mask.device)
     return slot_mask.float() * torch.exp(-slots / decay)
+
+
+def dpace_weights(slot_mask: torch.Tensor, label_chance: torch.Tensor, alpha: float) -> torch.Tensor:
+    """W_k = m_k Σ_{m≥k} Π_{i≤m} q̃_i from the draft's chances of the labels q (B, A, γ); slots that do not count end the
+    products."""
+    smoothed = ((1.0 - alpha) * label_chance.detach() + alpha) * slot_mask
+    return smoothed.cumprod(dim=-1).flip(-1).cumsum(dim=-1).flip(-1) * slot_mask
+
+
+def total_weight(slot_mask: torch.Tensor, objective: Objective) -> torch.Tensor:
+    """The divisor of every loss term: ΣW with decaying weights; with those of D-PACE, which depend on the draft, the
+    number of slots. It is known before the forward, so that it can be summed over micro-batches and ranks."""
+    return (decay_weights(slot_mask, objective.decay) if objective.position_weights == "decay" else slot_mask).sum()
 
 
 def slot_losses(
@@ -118,27 +172,31 @@ def slot_losses(
     labels: torch.Tensor,
     teacher_logits: torch.Tensor | None = None,
     teacher_logsumexp: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """CE and L1 of each slot, (N,) each, float32.
+    with_kl: bool = False,
+) -> torch.Tensor:
+    """CE, L1 and, if asked for, KL of each slot, (2 or 3, N) float32.
 
     Args:
         draft_logits: (N, D).
         labels: (N,), indices into the draft vocabulary; −100 where the label lies outside it, CE 0 there.
         teacher_logits: (N, D), the target's logits of the draft vocabulary; None leaves L1 at 0.
         teacher_logsumexp: (N,), the target's normaliser where D is less than its vocabulary; the mass outside is out of
-            the draft's reach and counts in full.
+            the draft's reach: it counts in full in L1, and not in KL, where it would be infinite.
     """
     log_draft = draft_logits.float().log_softmax(dim=-1)
     ce = F.nll_loss(log_draft, labels, reduction="none", ignore_index=-100)
     if teacher_logits is None:
-        return ce, torch.zeros_like(ce)
-    teacher_logits = teacher_logits.float()
+        return torch.stack([ce, torch.zeros_like(ce)])
     if teacher_logsumexp is None:
-        teacher, outside = teacher_logits.softmax(dim=-1), 0.0
+        log_teacher, outside = teacher_logits.float().log_softmax(dim=-1), 0.0
     else:
-        teacher = (teacher_logits - teacher_logsumexp[:, None]).exp()
-        outside = (1.0 - teacher.sum(dim=-1)).clamp(min=0.0)
-    return ce, (log_draft.exp() - teacher).abs().sum(dim=-1) + outside
+        log_teacher = teacher_logits.float() - teacher_logsumexp[:, None]
+        outside = (1.0 - log_teacher.exp().sum(dim=-1)).clamp(min=0.0)
+    teacher = log_teacher.exp()
+    losses = [ce, (log_draft.exp() - teacher).abs().sum(dim=-1) + outside]
+    if with_kl:
+        losses.append((teacher * (log_teacher - log_draft)).sum(dim=-1))
+    return torch.stack(losses)
 
 
 def chunked_slot_losses(
@@ -151,7 +209,8 @@ def chunked_slot_losses(
     teacher_rows: torch.Tensor,
     teacher_logsumexp: torch.Tensor | None,
     chunk_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    with_kl: bool = False,
+) -> torch.Tensor:
     """`slot_losses` with the logits of `chunk_size` slots alive at a time, recomputed in the backward.
 
     Slots are taken in the order of the text position they are taught by, so that the slots of overlapping blocks share
@@ -173,46 +232,65 @@ def chunked_slot_losses(
                 unique, inverse = rows.unique(return_inverse=True)
                 teacher = teacher_head(teacher_states[unique])[inverse]
                 normaliser = None if teacher_logsumexp is None else teacher_logsumexp[rows]
-        return slot_losses(draft_head(hidden, latents), labels, teacher, normaliser)
+        return slot_losses(draft_head(hidden, latents), labels, teacher, normaliser, with_kl)
 
+    if len(teacher_rows) <= chunk_size:  # nothing to save by recomputing
+        return chunk_losses(hidden, latents, labels, teacher_rows)
     order = teacher_rows.argsort(stable=True)
-    ce, l1 = [], []
+    losses = []
     for picked in order.split(chunk_size):
         latent = None if latents is None else latents[picked]
-        losses = checkpoint(
-            chunk_losses, hidden[picked], latent, labels[picked], teacher_rows[picked], use_reentrant=False
-        )
-        ce.append(losses[0])
-        l1.append(losses[1])
-    back = order.argsort()
-    return torch.cat(ce)[back], torch.cat(l1)[back]
+        chunk = (hidden[picked], latent, labels[picked], teacher_rows[picked])
+        losses.append(checkpoint(chunk_losses, *chunk, use_reentrant=False))
+    return torch.cat(losses, dim=1)[:, order.argsort()]
 
 
-def three_term_loss(
-    ce: torch.Tensor,
-    l1: torch.Tensor | None,
+def drafter_loss(
+    losses: torch.Tensor,
+    has_teacher: bool,
+    unreachable: torch.Tensor,
     confidence_logits: torch.Tensor | None,
     slot_mask: torch.Tensor,
     objective: Objective,
+    divisor: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor | None]:
-    """L from the slots' losses, (B, A, γ) each; a term without its input is left out.
+    """L from the slots' losses; a term without its input is left out.
+
+    Args:
+        losses: (2 or 3, B, A, γ), CE, L1 and KL of every slot.
+        unreachable: (B, A, γ), slots whose label cannot be drafted.
+        confidence_logits, slot_mask: (B, A, γ).
+        divisor: `total_weight` of the whole optimisation step, over its micro-batches and ranks; of these slots alone
+            by default.
 
     Returns:
         `loss`; its terms `ce_loss`, `l1_loss`, `confidence_loss`, detached; and `acceptance`, 1 − ½ L1 (B, A, γ).
     """
-    weights = slot_weights(slot_mask, objective.decay)
-    terms, acceptance = {"ce": weighted_mean(ce, weights)}, None
-    if l1 is not None:
-        acceptance = (1.0 - 0.5 * l1.detach()).clamp(0.0, 1.0)
-        terms["l1"] = weighted_mean(l1, weights)
+    ce, l1 = losses[0], losses[1]
+    if objective.position_weights == "decay":
+        weights = decay_weights(slot_mask, objective.decay)
+    else:
+        weights = dpace_weights(slot_mask, torch.exp(-ce).masked_fill(unreachable, 0.0), objective.dpace_alpha)
+    divisor = total_weight(slot_mask, objective) if divisor is None else divisor
+    divisor = divisor.clamp(min=torch.finfo(torch.float32).tiny)  # 0, with a gradient of 0, where nothing is supervised
+
+    def mean(values: torch.Tensor) -> torch.Tensor:
+        return (values * weights).sum() / divisor
+
+    terms, acceptance = {"ce": mean(ce)}, None
+    if has_teacher:
+        chance = (1.0 - 0.5 * l1).clamp(0.0, 1.0)
+        acceptance = chance.detach()
+        terms["l1"] = mean(l1)
+        if objective.kl_weight:
+            terms["kl"] = mean(losses[2])
+        if objective.length_weight:
+            missed = (1.0 - (chance * slot_mask).cumprod(dim=-1)) * slot_mask
+            terms["length"] = missed.sum() / divisor
         if confidence_logits is not None:
-            bce = F.binary_cross_entropy_with_logits(confidence_logits, acceptance, reduction="none")
-            terms["confidence"] = weighted_mean(bce, weights)
+            terms["confidence"] = mean(
+                F.binary_cross_entropy_with_logits(confidence_logits, acceptance, reduction="none")
+            )
     loss = sum(getattr(objective, f"{name}_weight") * term for name, term in terms.items())
     parts = {f"{name}_loss": terms[name].detach() if name in terms else None for name in ("ce", "l1", "confidence")}
     return {"loss": loss, **parts, "acceptance": acceptance}
-
-
-def weighted_mean(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """ΣWℓ / ΣW, and 0 with a gradient of 0 where nothing is supervised."""
-    return (values * weights).sum() / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)

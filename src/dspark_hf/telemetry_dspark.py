@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from transformers import GenerationMixin
 
 
@@ -21,11 +22,13 @@ class SpeculationStats:
     accepted_lengths: drafted tokens that it kept.
     acceptance_lengths: tokens a round yielded, the bonus token included; a round that ends the text inside its accepted
         tokens (an end token, a stop string) has no bonus token. A cut by the maximum length is not counted.
+    confidence_logits: of each round's proposed tokens; empty where the drafter has no confidence head.
     """
 
     proposal_lengths: list[int] = field(default_factory=list)
     accepted_lengths: list[int] = field(default_factory=list)
     acceptance_lengths: list[int] = field(default_factory=list)
+    confidence_logits: list[list[float]] = field(default_factory=list)
 
     @property
     def acceptance_length(self) -> float:
@@ -42,9 +45,20 @@ class SpeculationStats:
             result.append(sum(kept) / len(kept))
         return result
 
-    def add_round(self, proposed: int, accepted: int, emitted: int) -> None:
+    @property
+    def conditional_acceptance(self) -> list[float]:
+        """For each position, the share of the rounds keeping all before it that kept it too; NaN where none did."""
+        rounds = list(zip(self.proposal_lengths, self.accepted_lengths, strict=True))
+        result = []
+        for k in range(max(self.proposal_lengths, default=0)):
+            kept = [accepted > k for proposed, accepted in rounds if proposed > k and accepted >= k]
+            result.append(sum(kept) / len(kept) if kept else float("nan"))
+        return result
+
+    def add_round(self, proposed: int, accepted: int, emitted: int, confidence_logits: list[float]) -> None:
         self.proposal_lengths.append(proposed)
         self.accepted_lengths.append(accepted)
+        self.confidence_logits.append(confidence_logits)
         self.acceptance_lengths.append(emitted)
 
 
@@ -68,9 +82,12 @@ def record_speculation() -> Iterator[SpeculationStats]:
         _recorders().remove(entry)  # in one step, as other threads open and close theirs
 
 
-def report_round(proposed: int, accepted: int, emitted: int) -> None:
-    """Tells the open recorders of one row's round."""
+def report_round(proposed: int, accepted: int, emitted: int, confidence_logits: torch.Tensor | None = None) -> None:
+    """Tells the open recorders of one row's round, with the confidence logits (n,) of its proposed tokens."""
     entries = list(_recorders())
     own = [stats for thread, stats in entries if thread == threading.get_ident()]
-    for stats in own or [stats for _, stats in entries]:
-        stats.add_round(proposed, accepted, emitted)
+    recorders = own or [stats for _, stats in entries]
+    # Read off the device only where somebody listens.
+    logits = confidence_logits[:proposed].tolist() if recorders and confidence_logits is not None else []
+    for stats in recorders:
+        stats.add_round(proposed, accepted, emitted, logits)

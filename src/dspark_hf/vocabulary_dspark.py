@@ -166,7 +166,10 @@ def head_rows(head: Callable[[torch.Tensor], torch.Tensor], token_ids: torch.Ten
         bias = head(torch.zeros_like(units[:1]))[0, token_ids].to(like.dtype)
         columns = torch.cat([head(part)[:, token_ids].to(like.dtype) - bias for part in units.split(64)])
         has_bias = bool(bias.any())
-        rows = nn.Linear(len(like), len(token_ids), bias=has_bias, device=like.device, dtype=like.dtype)
+        # Without initialisation, which would draw from the global generator and so change what is sampled afterwards.
+        rows = nn.utils.skip_init(
+            nn.Linear, len(like), len(token_ids), bias=has_bias, device=like.device, dtype=like.dtype
+        )
         rows.requires_grad_(False).weight.copy_(columns.T)
         if has_bias:
             rows.bias.copy_(bias)

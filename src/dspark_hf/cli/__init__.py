@@ -5,12 +5,16 @@ import sys
 import typer
 
 from .bench import bench
+from .cache import cache
 from .demo import demo
 from .generate import generate
+from .regenerate import regenerate
+from .train import train
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="DSpark speculative decoding.")
-for verb in (demo, generate, bench):
+for verb in (demo, generate, bench, regenerate, train):
     app.command()(verb)
+app.add_typer(cache, name="cache")
 
 
 def main() -> None:

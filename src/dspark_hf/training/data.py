@@ -1,5 +1,6 @@
-"""Training texts: prompts answered by the target itself, one JSON object a line, `prompt_ids` and `response_ids`."""
+"""Training texts from JSON lines or `datasets`: answers as token ids, conversations through the chat template."""
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -8,91 +9,156 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
+
+from .chat import render_chat
 
 PADDED = ("input_ids", "attention_mask", "loss_mask", "target_hidden_states", "target_last_hidden_states",
-          "target_logsumexp")  # fmt: skip
+          "target_logsumexp", "document_ids")  # fmt: skip
 
 
-def load_answers(paths: Iterable[str | Path], max_length: int) -> list[dict[str, torch.Tensor]]:
-    """Answered prompts as `input_ids` and `loss_mask` (true on the response), (T,) each, cut to `max_length` tokens.
-    Texts with fewer than two response tokens left, which have no place for an anchor, are dropped.
+def load_answers(paths: Iterable[str | Path], max_length: int) -> list[dict[str, Any]]:
+    """Answered prompts as `input_ids` and `loss_mask` (true on the response), (T,) each, cut to `max_length` tokens,
+    and their `id`. Texts with fewer than two response tokens left, which have no place for an anchor, are dropped.
 
     Raises:
         ValueError: for a line without the two lists of ids, naming file and line.
     """
+    rows = (named_row for path in paths for named_row in _file_rows(Path(path)))
+    return [sample for place, row in rows for sample in _cut(_answer(row, place), max_length)]
+
+
+def load_conversations(
+    source: str | Path | Iterable[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    end_ids: Iterable[int] = (),
+    one_turn_per_sample: bool = False,
+    **template_kwargs,
+) -> list[dict[str, Any]]:
+    """Conversations as `input_ids` and `loss_mask` (true on what the target generates), (T,) each, cut to `max_length`
+    tokens, and their `id`. Those without two supervised tokens in a row, the place of an anchor, are dropped.
+
+    Args:
+        source: a JSONL file, a dataset's name and split as "org/name:train", or a `datasets.Dataset`. Its rows hold
+            `messages` (or `turns`) of role and content, with `tools` where the template takes them, or `prompt_ids`
+            and `response_ids`, which go before: they are what the target read and wrote, to the token.
+        end_ids: tokens that end the target's answers (`end_token_ids(target)`), see `render_chat`.
+        one_turn_per_sample: a sample for every assistant message with what precedes it, in which it alone is
+            supervised: for templates that rewrite history.
+        template_kwargs: for the chat template, as `enable_thinking`.
+
+    Raises:
+        ValueError: for a row of another form, for prompts without answers, and for what `render_chat` refuses, naming
+            file and line.
+    """
     samples = []
-    for path in paths:
-        with open(path, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                prompt, response = _parse(line, f"{path}, line {number}")
-                ids = torch.tensor((prompt + response)[:max_length])
-                mask = torch.arange(len(ids)) >= len(prompt)
-                if mask.sum() > 1:
-                    samples.append({"input_ids": ids, "loss_mask": mask})
+    for place, row in read_rows(source):
+        if "response_ids" in row or "prompt_ids" in row:
+            samples += _cut(_answer(row, place), max_length)
+            continue
+        messages = row.get("messages", row.get("turns"))
+        if isinstance(messages, list) and all(isinstance(message, str) for message in messages):
+            raise ValueError(
+                f"{place}: {str(messages)[:80]} are prompts without answers, expected messages of role and content; "
+                "answer the prompts with `dspark regenerate` first"
+            )
+        try:
+            for chat in _prefixes(messages) if one_turn_per_sample else [messages]:
+                rendered = render_chat(
+                    tokenizer, chat, row.get("tools"), end_ids, last_turn_only=one_turn_per_sample, **template_kwargs
+                )
+                samples += _cut(rendered, max_length)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
     return samples
 
 
-def _parse(line: str, place: str) -> tuple[list[int], list[int]]:
-    try:
-        row = json.loads(line)
-        lists = row["prompt_ids"], row["response_ids"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{place}: {error!r}, expected a JSON object with prompt_ids and response_ids") from error
-    for ids in lists:
-        if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
-            raise ValueError(f"{place}: prompt_ids or response_ids is {str(ids)[:80]}, expected a list of token ids")
-    return lists
+def read_rows(source: str | Path | Iterable[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a source (see `load_conversations`), each with its place as errors should name it.
 
-
-@torch.inference_mode()
-def write_answers(
-    target, tokenizer, prompts: Iterable[dict[str, Any]], path: Path, batch_size: int = 8, **generate_kwargs
-) -> None:
-    """Answers the first turn of each prompt with `target`, in batches, and appends a line each to `path`.
-
-    Prompts that already have a line (by their `index`, the place among `prompts`) are left alone, so that a killed run
-    goes on where it stopped.
+    Raises:
+        ValueError: for a line or row that is no object, and for a name that is neither a file nor of a split.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    done = _finished(path)
-    todo = [(i, prompt["turns"][0]) for i, prompt in enumerate(prompts) if i not in done]
-    tokenizer.padding_side = "left"
-    ends = set(end_token_ids(target))
-    with open(path, "a", encoding="utf-8") as out:
-        for chunk in (todo[i : i + batch_size] for i in range(0, len(todo), batch_size)):
-            chats = [[{"role": "user", "content": text}] for _, text in chunk]
-            inputs = tokenizer.apply_chat_template(
-                chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-            ).to(target.device)
-            texts = target.generate(**inputs, **generate_kwargs)[:, inputs["input_ids"].shape[1] :]
-            for row, (index, _) in enumerate(chunk):
-                prompt = inputs["input_ids"][row][inputs["attention_mask"][row].bool()].tolist()
-                response = list(_until_end(texts[row].tolist(), ends))
-                out.write(json.dumps({"index": index, "prompt_ids": prompt, "response_ids": response}) + "\n")
-            out.flush()
+    if not isinstance(source, (str, Path)):
+        yield from _dataset_rows(source, type(source).__name__)
+    elif Path(source).is_file():
+        yield from _file_rows(Path(source))
+    else:
+        name, _, split = str(source).partition(":")
+        if not split:
+            raise ValueError(f"no file {str(source)!r}, expected a JSONL file or a dataset as 'org/name:split'")
+        from datasets import load_dataset  # an optional dependency
+
+        yield from _dataset_rows(load_dataset(name, split=split), str(source))
+
+
+def _file_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            place = f"{path}, line {number}"
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{place}: {error}, expected a JSON object") from error
+            yield place, _object(row, place)
+
+
+def _dataset_rows(rows: Iterable[Any], name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, row in enumerate(rows):
+        place = f"{name}, row {number}"
+        yield place, _without_none(_object(row, place))
+
+
+def _object(row: Any, place: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise ValueError(f"{place}: {str(row)[:80]}, expected an object")
+    return row
+
+
+def _without_none(value: Any) -> Any:
+    """Without the keys that Arrow fills in: all rows of a table have the keys of any, None where they had none."""
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
+
+
+def _answer(row: dict[str, Any], place: str) -> dict[str, torch.Tensor]:
+    for key in ("prompt_ids", "response_ids"):
+        ids = row.get(key)
+        if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+            raise ValueError(f"{place}: {key} is {str(ids)[:80]}, expected a list of token ids")
+    prompt, response = row["prompt_ids"], row["response_ids"]
+    ids = torch.tensor(prompt + response, dtype=torch.long)
+    return {"input_ids": ids, "loss_mask": torch.arange(len(ids)) >= len(prompt)}
+
+
+def _prefixes(messages: Any) -> list[Any]:
+    """The conversation up to each assistant message; as it is, to be refused, where it has none or is no list."""
+    if not isinstance(messages, list):
+        return [messages]
+    answers = [i for i, m in enumerate(messages, 1) if isinstance(m, dict) and m.get("role") == "assistant"]
+    return [messages[:i] for i in answers] or [messages]
+
+
+def _cut(sample: dict[str, torch.Tensor], max_length: int) -> list[dict[str, Any]]:
+    """The sample of at most `max_length` tokens with its id, or none where no anchor has a place in it."""
+    ids, mask = sample["input_ids"][:max_length], sample["loss_mask"][:max_length]
+    if not (mask[1:] & mask[:-1]).any():
+        return []
+    return [{"input_ids": ids, "loss_mask": mask, "id": sample_id(ids, mask)}]
+
+
+def sample_id(input_ids: torch.Tensor, loss_mask: torch.Tensor) -> str:
+    """A name for a text by its content, (T,) each: 16 hex digits, the same on every machine."""
+    content = json.dumps([input_ids.tolist(), loss_mask.int().tolist()])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def end_token_ids(target) -> list[int]:
     """The tokens that end the target's answers; empty where it names none."""
     ends = target.generation_config.eos_token_id
     return [] if ends is None else torch.as_tensor(ends).reshape(-1).tolist()
-
-
-def _finished(path: Path) -> set[int]:
-    """Indices with a whole line; a torn last line, left by a kill, is cut off."""
-    if not path.exists():
-        return set()
-    whole, _, torn = path.read_bytes().rpartition(b"\n")
-    if torn:
-        path.write_bytes(whole + b"\n" if whole else b"")
-    return {json.loads(line)["index"] for line in whole.splitlines()}
-
-
-def _until_end(ids: Iterable[int], ends: set[int]) -> Iterator[int]:
-    for token in ids:
-        yield token
-        if token in ends:
-            return
 
 
 def count_draft_vocabulary(
