@@ -5,8 +5,10 @@ import sys
 
 import pytest
 import torch
+import yaml
 from generation_helpers import character_tokenizer
-from helpers import FIXTURES, load_target
+from helpers import FIXTURES, expected_greedy, load_target
+from training_helpers import DRAFTER as DRAFTER_SETTINGS
 from typer.testing import CliRunner
 
 import dspark_hf.cli
@@ -85,6 +87,27 @@ def test_bench_writes_what_it_measured(target_folder, tmp_path):
     for row in data["prompts"]:
         lengths = row["dspark fixed"]["acceptance_lengths"]
         assert row["dspark fixed"]["tokens"] <= 1 + sum(lengths)
+
+
+def test_bench_train_writes_what_it_measured(target_folder, tmp_path):
+    """A small objective, whose logits still outweigh all else: plain holds all of them, chunked a part."""
+    traces = expected_greedy("qwen3_vanilla")["threshold_0.0"]
+    rows = [{"prompt_ids": t["prompt_ids"], "response_ids": t["output_ids"][len(t["prompt_ids"]) :]} for t in traces]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = {"target": target_folder, "answers": str(tmp_path / "answers.jsonl"), "drafter": DRAFTER_SETTINGS,
+              "training": {"output_dir": str(tmp_path / "run"), "use_cpu": True}, "max_length": 150}  # fmt: skip
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    output = tmp_path / "bench.json"
+    options = ["--texts", "4", "--anchors", "256", "--vocabulary", "20000", "--output", str(output)]
+    result = run("bench", "train", str(tmp_path / "recipe.yaml"), *options)
+    assert result.exit_code == 0, result.output
+    data = json.loads(output.read_text())
+    assert data["objective"]["memory_ratio"] > 2
+    assert data["objective"]["arms"]["plain"]["peak_bytes"] > 256 * 7 * 20000 * 4
+    arms = data["throughput"]["arms"]
+    assert arms.keys() == {"online R=1", "online R=4", "cached"}
+    assert arms["online R=4"]["anchors"] == 4 * arms["cached"]["anchors"] == 4 * arms["online R=1"]["anchors"]
+    assert all(arm["anchors_per_second"] == arm["anchors"] / arm["seconds"] > 0 for arm in arms.values())
 
 
 def test_summary_is_of_the_rounds_measured(target_folder):

@@ -14,7 +14,9 @@ from dspark_hf.objective_dspark import (
     block_labels,
     chunked_slot_losses,
     decay_weights,
+    dpace_weights,
     sample_anchors,
+    total_weight,
 )
 
 # ------------------------------------------------------------------------------------------------------------- anchors
@@ -232,9 +234,85 @@ def test_detached_confidence_trains_only_its_head(drafter):
     assert whole["fc.weight"].any() and whole["markov_head.markov_w1.weight"].any()
 
 
+def teacher_rows(target, batch, output) -> torch.Tensor:
+    """The target's distribution at every slot, (B, A, γ, V)."""
+    teacher = target.get_output_embeddings()(batch["target_last_hidden_states"]).softmax(-1)
+    rows = (batch["anchor_positions"][..., None] + torch.arange(output.loss_mask.shape[-1])).clamp(max=63)
+    return torch.stack([teacher[text][rows[text]] for text in range(len(rows))])
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_kl_in_place_of_l1(drafter, target, reduced):
+    """Over the tokens that can be drafted; with a small part of the slots at a time, too."""
+    model = restricted(drafter(), own_head=False).attach_target(target()) if reduced else drafter()
+    batch = training_batch()
+    output = model(**batch, output_logits=True)
+    draft, teacher = output.logits.log_softmax(-1), teacher_rows(target(), batch, output)
+    terms = torch.where(draft.isfinite(), teacher * (teacher.log() - draft), 0.0).sum(-1)
+    weights = decay_weights(output.loss_mask, 4.0)
+    wanted = (terms * weights).sum() / weights.sum()
+    for chunk_size in (5, 256):
+        kl = Objective(0.0, 0.0, 0.0, kl_weight=2.0, chunk_size=chunk_size)
+        torch.testing.assert_close(model(**batch, objective=kl).loss, 2 * wanted)
+
+
+def test_expected_length(drafter, target):
+    """1 − Π a_j summed over the slots: what is missing to a block accepted whole."""
+    batch = training_batch()
+    output = drafter()(**batch, output_logits=True)
+    distance = (output.logits.softmax(-1) - teacher_rows(target(), batch, output)).abs().sum(-1)
+    missed = 0.0
+    for slots, chances in zip(output.loss_mask.flatten(0, 1), (1 - distance / 2).flatten(0, 1), strict=True):
+        survival = 1.0
+        for counts, chance in zip(slots, chances, strict=True):
+            if counts:
+                survival = survival * chance
+                missed = missed + 1 - survival
+    length = Objective(0.0, 0.0, 0.0, length_weight=1.0)
+    wanted = missed / decay_weights(output.loss_mask, 4.0).sum()
+    torch.testing.assert_close(drafter()(**batch, objective=length).loss, wanted)
+    calculated = gradients(drafter(), **batch, objective=length)
+    assert calculated["fc.weight"].any() and calculated["markov_head.markov_w2.weight"].any()
+
+
+def test_dpace_weights_follow_the_paper():
+    """w_j = Σ_{m≥j} Π_{i≤m} q̃_i, by hand for one block whose last slot does not count."""
+    chance, alpha = torch.tensor([[[0.9, 0.2, 0.6, 0.5]]], requires_grad=True), 0.5
+    smoothed = [0.95, 0.6, 0.8]
+    products = [0.95, 0.95 * 0.6, 0.95 * 0.6 * 0.8]
+    assert smoothed == pytest.approx([(1 - alpha) * q + alpha for q in chance[0, 0, :3].tolist()])
+    weights = dpace_weights(torch.tensor([[[True, True, True, False]]]), chance, alpha)
+    assert weights[0, 0].tolist() == pytest.approx([sum(products), sum(products[1:]), products[2], 0.0])
+    assert not weights.requires_grad
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_dpace_loss(drafter, target, reduced):
+    """Weights from the draft's own chances of the labels, nil for those that it cannot draft; divided by the slots."""
+    model = restricted(drafter(), own_head=False).attach_target(target()) if reduced else drafter()
+    batch, objective = training_batch(), Objective(1.0, 0.0, 0.0, position_weights="dpace", dpace_alpha=0.3)
+    output = model(**batch, objective=objective, output_logits=True)
+    chance = output.logits.softmax(-1).gather(-1, output.target_ids[..., None])[..., 0]
+    weights = dpace_weights(output.loss_mask, chance, 0.3)
+    ce = torch.where(chance > 0, -chance.log(), 0.0)
+    torch.testing.assert_close(output.loss, (ce * weights).sum() / output.loss_mask.sum())
+    assert total_weight(output.loss_mask, objective) == output.loss_mask.sum()
+
+
+def test_a_given_divisor(drafter):
+    batch = training_batch()
+    alone = drafter()(**batch)
+    weight = total_weight(alone.loss_mask, Objective())
+    torch.testing.assert_close(drafter()(**batch, total_weight=3 * weight).loss, alone.loss / 3)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"kl_weight": -1}, "kl_weight is -1, expected 0 or more"),
+        ({"length_weight": -1}, "length_weight is -1, expected 0 or more"),
+        ({"position_weights": "even"}, "position_weights is 'even', expected 'decay' or 'dpace'"),
+        ({"dpace_alpha": 0.0}, r"dpace_alpha is 0.0, expected a value in \(0, 1\]"),
         ({"ce_weight": -0.1}, "ce_weight is -0.1, expected 0 or more"),
         ({"l1_weight": -1}, "l1_weight is -1, expected 0 or more"),
         ({"confidence_weight": -1}, "confidence_weight is -1, expected 0 or more"),

@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+from helpers import restricted
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -117,6 +118,18 @@ def test_refuses_inputs_it_would_get_wrong():
         packed(torch.zeros(1, 5))
     with pytest.raises(ValueError, match="gradients"):
         packed(torch.zeros(1, 4, requires_grad=True))
+
+
+def test_packs_the_rows_of_a_lent_head(target, drafter):
+    """A packed drafter computes all of its draft in packed layers, and the same draft."""
+    plain, packed = (restricted(drafter(), own_head=False) for _ in "ab")
+    pack_linears(packed)
+    context, anchor = torch.randn(1, 9, 192), torch.tensor([40])
+    wanted, got = (model.draft(context, anchor, target=target()) for model in (plain, packed))
+    assert isinstance(packed._head_rows[1], PackedLinear) and not isinstance(plain._head_rows[1], PackedLinear)
+    assert torch.equal(got.token_ids, wanted.token_ids)
+    allowed = wanted.logits.isfinite()
+    torch.testing.assert_close(got.logits[allowed], wanted.logits[allowed], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.real

@@ -18,12 +18,14 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.S)
 COMMANDS = [
     line.strip() for line in re.findall(r"^    (?=\S)(.*)$", re.sub(r"```.*?```", "", README, flags=re.S), re.M)
 ]
+TRAINING = ("dspark train", "dspark regenerate", "dspark cache")
 CARD = ROOT / "model_cards" / "dspark-smollm2-135m-instruct"
 
 
 @pytest.mark.real
-def test_snippets(monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_snippets(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # the training snippet writes
+    (tmp_path / "model_cards").symlink_to(ROOT / "model_cards")
     names, printed = {}, io.StringIO()
     with contextlib.redirect_stdout(printed):
         for snippet in SNIPPETS:
@@ -33,7 +35,7 @@ def test_snippets(monkeypatch):
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("dspark")])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("dspark") and not c.startswith(TRAINING)])
 def test_dspark_commands(command, monkeypatch, tmp_path):
     from typer.testing import CliRunner
 
@@ -50,15 +52,36 @@ def test_dspark_commands(command, monkeypatch, tmp_path):
     assert "plain" in result.output and "τ" in result.output
 
 
+@pytest.mark.real
+def test_training_commands(monkeypatch, tmp_path):
+    """In the order in which they stand there, on two prompts; training itself is run by test_recipe.py."""
+    from typer.testing import CliRunner
+
+    from dspark_hf.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "training").symlink_to(ROOT / "training")
+    (tmp_path / "prompts.jsonl").write_text('{"turns": ["What is 7 times 8?"]}\n{"turns": ["Name a colour."]}\n')
+    commands = [c for c in COMMANDS if c.startswith(TRAINING)]
+    assert len(commands) == 5
+    for command in commands:
+        arguments = shlex.split(command)[1:]
+        if arguments[0] == "regenerate":
+            arguments += ["--max-new-tokens", "8"]
+        elif arguments[0] == "train" and "--dry-run" not in arguments:
+            arguments += ["--dry-run"]
+        result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+    assert "2 texts, all whole" in result.output
+
+
 def test_other_commands_exist():
-    """Set-up commands run this test, training is run by test_training.py: here, that the names are right."""
+    """Set-up commands run this test: here, that the names are right."""
     makefile = (ROOT / "Makefile").read_text()
     for command in COMMANDS:
         words = shlex.split(command, comments=True)
         if words[0] == "make":
             assert f"\n{words[1]}:" in makefile
-        elif words[0] == "python":
-            assert (ROOT / words[1]).exists() and (ROOT / words[2]).exists()
         else:
             assert words[0] == "dspark"
 

@@ -11,7 +11,7 @@ from helpers import load_drafter, load_target
 from safetensors.torch import load_file
 from training_helpers import chat_tokenizer, new_drafter, texts, with_states
 
-from dspark_hf import ConfidenceThreshold, DSparkDrafterModel
+from dspark_hf import ConfidenceThreshold, DSparkDrafterModel, record_speculation
 from dspark_hf.training import DSparkTrainer, DSparkTrainingArguments, OnlineStates
 from dspark_hf.training.cache import CachedStates, build_cache
 from dspark_hf.training.manifest import CacheSource
@@ -172,6 +172,35 @@ def test_epochs_draw_other_anchors(tmp_path):
     )
     run.train()
     assert len(seen) == 6 and len({str(sorted(map(str, seen[i : i + 3]))) for i in (0, 3)}) == 2
+
+
+# --------------------------------------------------------------------------------------------------------- overfitting
+
+
+@pytest.mark.parametrize("body", ["qwen3", "gemma4_text"])
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn", None])
+def test_a_text_learnt_by_heart_is_accepted_whole(tmp_path, head, body):
+    """Training and drafting agree on slots, positions and layers: decoding the very text accepts nearly γ a round,
+    after saving and loading."""
+    target = load_target("gemma4" if body == "gemma4_text" else "qwen3")
+    torch.manual_seed(1)
+    prompt = torch.randint(97, 122, (1, 12))
+    text = target.generate(prompt, max_new_tokens=36, do_sample=False, eos_token_id=None)[0]
+    sample = {"input_ids": text, "loss_mask": torch.arange(len(text)) >= 12}
+    layers = [0, 1] if body == "gemma4_text" else [0, 2, 4]
+    heads = {"markov_rank": 8 if head else 0, "markov_head_type": head, "enable_confidence_head": head is not None}
+    model = new_drafter(target, backbone_type=body, target_layer_ids=layers, num_anchors=36, **heads)
+    run = trainer(tmp_path, model=model, target=target, samples=[sample] * 2, max_steps=80, learning_rate=4e-3,
+                  matrix_learning_rate=0.02, reuse=1, logging_steps=60)  # fmt: skip
+    run.train()
+    run.save_model(str(tmp_path / "drafter"))
+    drafter = DSparkDrafterModel.from_pretrained(tmp_path / "drafter").eval()
+    with record_speculation() as stats:
+        decoded = target.generate(
+            prompt, assistant_model=drafter, max_new_tokens=36, do_sample=False, eos_token_id=None
+        )
+    assert torch.equal(decoded[0], text)
+    assert stats.acceptance_length > 4.2, run.state.log_history  # 5 is γ + 1
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluation

@@ -29,6 +29,11 @@ def load_demo_target(dtype: torch.dtype = torch.float32) -> tuple[PreTrainedMode
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval(), AutoTokenizer.from_pretrained(path)
 
 
+def target_path(name: str) -> str:
+    """`name`, or the folder of this model where it is `demo`."""
+    return str(demo_target_path()) if name == "demo" else name
+
+
 def demo_target_path() -> Path:
     """The folder to load it from, made on the first call: 100 MB down, 540 MB kept in `$DSPARK_CACHE` or `$HF_HOME`.
 

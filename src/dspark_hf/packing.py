@@ -53,8 +53,9 @@ class PackedLinear(nn.Module):
 def pack_linears(model: nn.Module) -> nn.Module:
     """Replaces every `nn.Linear` of `model` in place by a `PackedLinear`, freezes the rest, and returns the model.
 
-    Each original weight is dropped as soon as its copy is made, unless another module holds it too: a head tied to the
-    embedding costs one more copy. Subclasses of `nn.Linear` are left alone, since their forward may do something else.
+    A drafter that takes rows of its target's head packs these too. Each original weight is dropped as soon as its copy
+    is made, unless another module holds it too: a head tied to the embedding costs one more copy. Subclasses of
+    `nn.Linear` are left alone, since their forward may do something else.
 
     Raises:
         ValueError: the model is in training mode, or a layer is not on the CPU or of a dtype this CPU cannot pack;
@@ -74,6 +75,8 @@ def pack_linears(model: nn.Module) -> nn.Module:
         packed = PackedLinear(linear).eval()
         for path in places:
             model.set_submodule(path, packed)
+    if hasattr(model, "head_layout"):
+        model.head_layout = PackedLinear
     return model
 
 

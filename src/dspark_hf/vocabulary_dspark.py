@@ -39,6 +39,7 @@ class VocabularyMixin:
             self.register_buffer("t2d", torch.arange(whole) < config.draft_vocab_size)
         self._target: tuple[PreTrainedModel, ...] = ()  # not as a bare module, which would become a submodule
         self._head_rows: tuple = ()  # (reference to a target's head, its rows of the draft vocabulary)
+        self.head_layout: Callable[[nn.Linear], nn.Module] = _as_it_is  # `pack_linears` puts those rows in its own
 
     def __getstate__(self):
         """For copying and pickling, which leave the target out."""
@@ -137,16 +138,20 @@ class VocabularyMixin:
             call = self._rows_of(head, call)
         return softcapped(call(hidden), self.config.final_logit_softcapping)
 
-    def _rows_of(self, head: nn.Module, call: Callable[[torch.Tensor], torch.Tensor]) -> nn.Linear:
+    def _rows_of(self, head: nn.Module, call: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
         """The rows of a target's head that can be drafted, taken once as long as head, dtype and device stay."""
         weight = self.fc.weight  # (H, L·H)
         if self._head_rows:
             known, rows = self._head_rows
             if known() is head and (rows.weight.dtype, rows.weight.device) == (weight.dtype, weight.device):
                 return rows
-        rows = head_rows(call, self.draft_token_ids(), weight)
+        rows = self.head_layout(head_rows(call, self.draft_token_ids(), weight))
         self._head_rows = (ref(head), rows)
         return rows
+
+
+def _as_it_is(layer: nn.Linear) -> nn.Module:
+    return layer
 
 
 def softcapped(logits: torch.Tensor, cap: float | None) -> torch.Tensor:

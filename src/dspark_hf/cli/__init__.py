@@ -12,8 +12,9 @@ from .regenerate import regenerate
 from .train import train
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="DSpark speculative decoding.")
-for verb in (demo, generate, bench, regenerate, train):
+for verb in (demo, generate, regenerate, train):
     app.command()(verb)
+app.add_typer(bench, name="bench")
 app.add_typer(cache, name="cache")
 
 

@@ -1,4 +1,5 @@
-"""`dspark bench`: plain and drafted generation side by side, as JSON and a table."""
+"""`dspark bench`: plain and drafted generation side by side, as JSON and a table; `dspark bench train`: what training
+costs."""
 
 import json
 from pathlib import Path
@@ -13,10 +14,17 @@ from rich.table import Table
 from ..demo_target import demo_target_path
 from ..evaluation.benchmark import Arm, parse_policy, run_benchmark
 from ..evaluation.loading import load_pair, load_prompts, load_target
+from ..evaluation.training_benchmark import objective_benchmark, throughput_benchmark
+from ..training.manifest import human_size
+from ..training.recipe import Recipe
 from .demo import BUNDLED_DRAFTER
 
+bench = typer.Typer(invoke_without_command=True, help="Measures generation with and without the drafter.")
 
-def bench(
+
+@bench.callback()
+def decode(
+    context: typer.Context,
     target: Annotated[str | None, typer.Option(help="Folder or Hub id; the demo's by default.")] = None,
     drafter: Annotated[str, typer.Option(help="Folder or Hub id.")] = str(BUNDLED_DRAFTER),
     prompts: Annotated[str, typer.Option(help="JSONL of {'turns': [...]}, or gsm8k_test, chat_test.")] = "gsm8k_test",
@@ -29,6 +37,8 @@ def bench(
     output: Annotated[Path, typer.Option(help="Where the JSON goes.")] = Path("runs/bench.json"),
 ) -> None:
     """Measures generation with and without the drafter: tokens/s, speed-up, acceptance length."""
+    if context.invoked_subcommand is not None:
+        return
     if threads:
         torch.set_num_threads(threads)
     name = target or str(demo_target_path())
@@ -44,9 +54,41 @@ def bench(
         arms, tokenizer, load_prompts(prompts, limit), max_new_tokens, lambda items: track(items, "prompts")
     )
     result["settings"] |= {"prompt_set": prompts, "dtype": str(packed.dtype), "packed": pack}
+    write(result, output)
+    Console().print(table(result))
+
+
+@bench.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="YAML whose states are measured, online and cached.")],
+    answers: Annotated[str | None, typer.Option(help="JSONL of answers, in place of the recipe's.")] = None,
+    target: Annotated[str | None, typer.Option(help="Folder or Hub id, or demo; in place of the recipe's.")] = None,
+    texts: Annotated[int, typer.Option(help="Texts to train on in each arm.")] = 24,
+    anchors: Annotated[int, typer.Option(help="Blocks of the objective.")] = 512,
+    vocabulary: Annotated[int, typer.Option(help="Its vocabulary.")] = 49152,
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    output: Annotated[Path, typer.Option(help="Where the JSON goes.")] = Path("runs/bench-train.json"),
+) -> None:
+    """Measures the chunked objective against the plain one, and training with online states against cached ones."""
+    if threads:
+        torch.set_num_threads(threads)
+    console = Console(highlight=False)
+    objective = objective_benchmark(anchors, vocabulary=vocabulary)
+    throughput = throughput_benchmark(Recipe.load(recipe, target=target, answers=answers), num_texts=texts)
+    write({"objective": objective, "throughput": throughput}, output)
+    rows = Table("objective", "seconds", "peak memory", box=None)
+    for name, arm in objective["arms"].items():
+        rows.add_row(name, f"{arm['seconds']:.2f}", human_size(arm["peak_bytes"]))
+    console.print(rows)
+    rows = Table("states", "anchors/s", box=None)
+    for name, arm in throughput["arms"].items():
+        rows.add_row(name, f"{arm['anchors_per_second']:.1f}")
+    console.print(rows)
+
+
+def write(result: dict, output: Path) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=1))
-    Console().print(table(result))
 
 
 def table(result: dict) -> Table:

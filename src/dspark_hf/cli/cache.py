@@ -12,7 +12,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..configuration_dspark import DSparkConfig
-from ..demo_target import demo_target_path
+from ..demo_target import target_path
 from ..training.cache import build_cache, verify_cache
 from ..training.data import load_answers
 from ..training.features import OnlineStates
@@ -105,7 +105,7 @@ def load_target(name: str, dtype: str):
     """The frozen target, on the GPU where there is one, and its tokenizer; `demo` is the one of `dspark demo`."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
-    path = demo_target_path() if name == "demo" else name
+    path = target_path(name)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     return model.eval().requires_grad_(False), AutoTokenizer.from_pretrained(path)

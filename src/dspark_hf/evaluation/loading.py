@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..demo_target import target_path
 from ..modeling_dspark import DSparkDrafterModel
 from ..packing import pack_linears, preferred_cpu_dtype
 
@@ -15,7 +16,8 @@ PROMPTS = Path(__file__).parent / "prompts"
 
 def load_target(name: str, pack: bool = True) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The target on the GPU in bfloat16 where there is one, else on the CPU in the dtype it multiplies fastest, with
-    packed linear layers (`pack`)."""
+    packed linear layers (`pack`). `demo` is the model of `dspark demo`."""
+    name = target_path(name)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else preferred_cpu_dtype()
     target = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..configuration_dspark import DSparkConfig
-from ..demo_target import demo_target_path
+from ..demo_target import target_path
 from ..modeling_dspark import DSparkDrafterModel
 from ..objective_dspark import Objective
 from .manifest import human_size
@@ -56,8 +56,7 @@ class RunEstimate:
 def estimate_run(recipe: Recipe) -> RunEstimate:
     """The estimate from the configurations alone; no weight is loaded."""
     arguments = DSparkTrainingArguments(**recipe.training)
-    path = demo_target_path() if recipe.target == "demo" else recipe.target
-    target_config = AutoConfig.from_pretrained(path)
+    target_config = AutoConfig.from_pretrained(target_path(recipe.target))
     config = (
         DSparkConfig.for_target(target_config, **recipe.drafter)
         if recipe.drafter is not None

@@ -12,7 +12,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration_dspark import DSparkConfig
-from ..demo_target import demo_target_path
+from ..demo_target import target_path
 from ..modeling_dspark import DSparkDrafterModel
 from .cache import CachedStates
 from .data import count_draft_vocabulary, end_token_ids, load_conversations
@@ -89,7 +89,7 @@ class Recipe:
 
     def load_target(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """The frozen target, on the GPU where there is one, and its tokenizer."""
-        path = demo_target_path() if self.target == "demo" else self.target
+        path = target_path(self.target)
         dtype = self.target_dtype if self.target_dtype == "auto" else getattr(torch, self.target_dtype)
         options: dict[str, Any] = {"dtype": dtype}
         if self.target_bits is not None:

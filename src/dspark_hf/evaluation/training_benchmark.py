@@ -1,0 +1,137 @@
+"""Cost of training: the chunked objective against the plain one, online states against cached ones.
+
+Every arm of the objective runs in a process of its own, since peak memory is a property of a process.
+"""
+
+import multiprocessing
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ..objective_dspark import chunked_slot_losses
+from ..training.cache import CachedStates, build_cache
+from ..training.features import OnlineStates
+from ..training.manifest import CacheSource
+from ..training.recipe import Recipe
+from ..training.replay import AnchoredTexts, ReplaySampler, collate_anchored
+from ..training.trainer import DSparkTrainingArguments
+from .benchmark import machine
+
+
+def objective_benchmark(
+    anchors: int = 512,
+    block_size: int = 7,
+    vocabulary: int = 49152,
+    hidden_size: int = 576,
+    rank: int = 64,
+    chunk_size: int = 256,
+    repeats: int = 3,
+) -> dict[str, Any]:
+    """Median seconds of the objective's forward and backward, and the peak memory that it adds, chunked and plain (all
+    logits at once), on one text with `anchors` blocks; and the ratios plain / chunked."""
+    slots = anchors * block_size
+    arms = {}
+    for name, size in (("plain", slots), ("chunked", chunk_size)):
+        arguments = (anchors, block_size, vocabulary, hidden_size, rank, size, repeats, torch.get_num_threads())
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            arms[name] = pool.submit(_objective_arm, *arguments).result()
+    plain, chunked = arms["plain"], arms["chunked"]
+    return {
+        "settings": {"anchors": anchors, "block_size": block_size, "vocabulary": vocabulary, "chunk_size": chunk_size},
+        "arms": arms,
+        "memory_ratio": plain["peak_bytes"] / chunked["peak_bytes"],
+        "time_ratio": plain["seconds"] / chunked["seconds"],
+    }
+
+
+def _objective_arm(anchors, block_size, vocabulary, hidden_size, rank, chunk_size, repeats, threads) -> dict[str, Any]:
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    head = nn.Linear(hidden_size, vocabulary, bias=False).requires_grad_(False)
+    project = nn.Linear(rank, vocabulary, bias=False)
+    slots = anchors * block_size
+    hidden = torch.randn(slots, hidden_size, requires_grad=True)
+    latents = torch.randn(slots, rank, requires_grad=True)
+    states = torch.randn(anchors + block_size, hidden_size)
+    rows = (torch.arange(anchors)[:, None] + torch.arange(block_size)).flatten()  # one text, a block at every token
+    labels = torch.randint(vocabulary, (slots,))
+    project(latents[:8]).sum().backward()  # gradients exist before memory is counted
+    base, seconds = _peak_bytes(), []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        losses = chunked_slot_losses(
+            lambda h, z: head(h) + project(z), head, hidden, latents, labels, states, rows, None, chunk_size
+        )
+        (0.1 * losses[0] + 0.9 * losses[1]).mean().backward()
+        seconds.append(time.perf_counter() - start)
+    return {"seconds": statistics.median(seconds), "all_seconds": seconds, "peak_bytes": _peak_bytes() - base}
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def throughput_benchmark(
+    recipe: Recipe,
+    reuses: Iterable[int] = (1, 4),
+    num_texts: int = 24,
+    batch_size: int = 4,
+    announce: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Anchors per second of whole training steps (AdamW), with states computed online for R draws each and read from a
+    cache, over one epoch of the first `num_texts` texts of the recipe; one process, no loader workers."""
+    target, tokenizer = recipe.load_target()
+    texts = recipe.load_texts(target, tokenizer)[:num_texts]
+    arguments = DSparkTrainingArguments(**recipe.training | {"report_to": "none"})
+    arms = {}
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        drafter = recipe.load_drafter(target, texts).attach_target(target)
+        layer_ids = drafter.config.target_layer_ids
+        online = OnlineStates(
+            target, layer_ids, drafter.config.draft_vocab_size is not None, drafter.config.final_logit_softcapping
+        )
+        start = time.perf_counter()
+        source = CacheSource.of(target, tokenizer, layer_ids, recipe.target)
+        whole = OnlineStates(target, layer_ids, with_logsumexp=True, softcap=online.softcap)  # as a cache holds them
+        build_cache(texts, whole.features, Path(folder) / "cache", source, announce=lambda text: None)
+        built = time.perf_counter() - start
+        cached = CachedStates(Path(folder) / "cache", texts)
+        for name, states, reuse in [(f"online R={r}", online, r) for r in reuses] + [("cached", cached, 1)]:
+            announce(name)
+            items = AnchoredTexts(texts, states, drafter.config.num_anchors, arguments.seed, kept=num_texts)
+            loader = DataLoader(
+                items,
+                batch_size=batch_size,
+                sampler=ReplaySampler(num_texts, reuse, min(arguments.ring_size, num_texts), arguments.seed),
+                collate_fn=collate_anchored,
+            )
+            arms[name] = _steps(drafter, loader)
+    return {
+        "machine": machine(),
+        "settings": {"texts": num_texts, "batch_size": batch_size, "num_anchors": drafter.config.num_anchors},
+        "cache_seconds": built,
+        "arms": arms,
+    }
+
+
+def _steps(drafter, loader) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-4)
+    drafter.train()
+    start, anchors = time.perf_counter(), 0
+    for batch in loader:
+        anchors += int(batch["anchor_mask"].sum())
+        drafter(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    seconds = time.perf_counter() - start
+    return {"anchors": anchors, "seconds": seconds, "anchors_per_second": anchors / seconds}
