@@ -1,18 +1,16 @@
-"""Prompts answered by the recorded Qwen3 target, here and behind a stub server: whose answers, draws, resuming."""
+"""Prompts answered by the recorded Qwen3 target: whose answers, draws, resuming; the command."""
 
 import itertools
 import json
 import signal
 import subprocess
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
-from generation_helpers import character_tokenizer
 from helpers import load_target
+from regenerate_helpers import DIALOGUES, TEMPLATE, TEXTS, Server, ids, prompts, rows, tokenizer
 from typer.testing import CliRunner
 
 import dspark_hf.cli
@@ -27,23 +25,6 @@ from dspark_hf.training import (
 )
 from dspark_hf.training.regenerate import SeededDraws
 
-TEMPLATE = """{% for m in messages %}{% if m.role == 'assistant' %} A{% endif %}{{ m.content }}{% endfor %}{%
-if enable_thinking is defined %}{{ '+' if enable_thinking else '-' }}{% endif %}{%
-if add_generation_prompt %} A{% endif %}"""
-TEXTS = ("Tom has 3 boxes.", "How many?", "A train goes 60 miles in", "Ann", "5 + 7")
-DIALOGUES = [
-    {"turns": ["Tom has 3 boxes.", "How many?", "Why?"]},
-    {"turns": ["Ann"]},
-    {"messages": [{"role": "system", "content": "Sum. "}, {"role": "user", "content": "5 + 7"},
-                  {"role": "assistant", "content": "not the target's"}, {"role": "user", "content": "Sure?"}]},
-]  # fmt: skip
-
-
-def tokenizer(template=TEMPLATE):
-    result = character_tokenizer()
-    result.chat_template = template
-    return result
-
 
 @pytest.fixture
 def model():
@@ -55,20 +36,6 @@ def model():
 
 def answerer(model, batch_size=2, **settings):
     return TargetAnswerer(model, tokenizer(), "tiny", AnswerSettings(**{"max_new_tokens": 24} | settings), batch_size)
-
-
-def prompts(tmp_path, *rows, name="prompts.jsonl"):
-    path = tmp_path / name
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows or [{"turns": [text]} for text in TEXTS]))
-    return read_prompts([path])
-
-
-def rows(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def ids(text: str) -> list[int]:
-    return [ord(character) for character in text]
 
 
 def generated_alone(model, text: str) -> list[int]:
@@ -299,187 +266,11 @@ def test_prompts_of_several_files_up_to_a_limit(tmp_path):
     ]
 
 
-# ------------------------------------------------------------------------------------------------------------ endpoint
-
-
-class Server:
-    """A chat endpoint that answers with the last message reversed. `failures` are served first: a status, a status with
-    the seconds after which to ask again, "drop" (the connection) or "wait" (too long); `refuses` says 400 to it always.
-    """
-
-    def __init__(self, failures=(), refuses=None, together=None, message=None):
-        self.failures, self.refuses, self.message = list(failures), refuses, message
-        self.barrier = threading.Barrier(together) if together else None
-        self.requests, self.lock, self.under_way, self.most = [], threading.Lock(), 0, 0
-        self.released = threading.Event()
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with server.lock:
-                    server.requests.append((self.path, self.headers["Authorization"], body))
-                    server.under_way += 1
-                    server.most = max(server.most, server.under_way)
-                    failure = server.failures.pop(0) if server.failures else None
-                try:
-                    self.reply(body, failure)
-                finally:
-                    with server.lock:
-                        server.under_way -= 1
-
-            def reply(self, body, failure):
-                text = body["messages"][-1]["content"]
-                if text == server.refuses:
-                    failure = 400
-                if failure == "drop":
-                    self.close_connection = True
-                    return
-                if failure == "wait":
-                    server.released.wait(10)
-                    return
-                status, after = failure if isinstance(failure, tuple) else (failure or 200, None)
-                if server.barrier:
-                    server.barrier.wait(timeout=10)
-                message = server.message or {"role": "assistant", "content": text[::-1]}
-                reply = {"choices": [{"message": message}], "usage": {"completion_tokens": len(text)}}
-                content = json.dumps(reply if status == 200 else {"error": "not now"}).encode()
-                self.send_response(status)
-                if after:
-                    self.send_header("Retry-After", after)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, *_):
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-
-    def __enter__(self):
-        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self.released.set()
-        self.http.shutdown()
-        self.http.server_close()
-
-
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch):
-    monkeypatch.setenv("no_proxy", "*")
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-
-
-def client(server, settings=None, **options):
-    return EndpointAnswerer(server.url, "tiny", settings or AnswerSettings(), **{"backoff": 0.01} | options)
-
-
-def test_endpoint_answers_after_failures(tmp_path, monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    path, settings = tmp_path / "answers.jsonl", AnswerSettings(64, 0.5, 0.9, 20, thinking=False)
-    with Server([429, 500, "drop", 503, "wait"]) as server:
-        done = regenerate_answers(
-            prompts(tmp_path, *DIALOGUES), path, client(server, settings, timeout=0.5, concurrency=2)
-        )
-    assert len(server.requests) == 5 + 6 and done.answered == 3
-    said = {row["index"]: [message["content"] for message in row["messages"]] for row in rows(path)}
-    assert said == {
-        0: ["Tom has 3 boxes.", ".sexob 3 sah moT", "How many?", "?ynam woH", "Why?", "?yhW"],
-        1: ["Ann", "nnA"],
-        2: ["Sum. ", "5 + 7", "7 + 5", "Sure?", "?eruS"],
-    }
-    assert done.tokens == sum(len(text) for text in ["Tom has 3 boxes.", "How many?", "Why?", "Ann", "5 + 7", "Sure?"])
-    for where, authorization, body in server.requests:
-        assert where == "/v1/chat/completions" and authorization == "Bearer secret"
-        asked = {key: value for key, value in body.items() if key not in ("messages", "seed")}
-        assert asked == {"model": "tiny", "max_tokens": 64, "temperature": 0.5, "top_p": 0.9, "top_k": 20,
-                         "chat_template_kwargs": {"enable_thinking": False}}  # fmt: skip
-    histories = {tuple(m["content"] for m in body["messages"]): body["seed"] for _, _, body in server.requests}
-    assert len(histories) == len(set(histories.values())) == 6
-    assert ("Sum. ", "5 + 7", "7 + 5", "Sure?") in histories
-
-
-def test_endpoint_settings_left_out(tmp_path):
-    with Server() as server:
-        regenerate_answers(
-            prompts(tmp_path)[:1], tmp_path / "a", EndpointAnswerer(server.url + "/v1/", "tiny", AnswerSettings())
-        )
-    ((where, authorization, body),) = server.requests
-    assert where == "/v1/chat/completions" and authorization is None
-    assert body.keys() == {"model", "messages", "max_tokens", "temperature", "top_p", "seed"}
-
-
-def test_endpoint_is_asked_by_several_threads(tmp_path):
-    """The server replies only when three requests have come together, and never sees more."""
-    with Server(together=3) as server:
-        asked = prompts(tmp_path, *({"turns": [str(i)]} for i in range(9)))
-        regenerate_answers(asked, tmp_path / "a", client(server, concurrency=3))
-    assert server.most == 3 and len(rows(tmp_path / "a")) == 9
-
-
-def test_waits_grow(tmp_path):
-    with Server([500, 500, 500]) as server:
-        start = time.monotonic()
-        regenerate_answers(prompts(tmp_path)[:1], tmp_path / "a", client(server, backoff=0.1))
-        assert time.monotonic() - start > 0.7
-    with Server([(429, "1")]) as server:
-        start = time.monotonic()
-        regenerate_answers(prompts(tmp_path)[:1], tmp_path / "b", client(server))
-        assert time.monotonic() - start > 1
-
-
-def test_endpoint_gives_up_and_goes_on_later(tmp_path):
-    path, given = tmp_path / "answers.jsonl", prompts(tmp_path)
-    with Server(refuses=TEXTS[2]) as server:
-        with pytest.raises(ValueError, match=r"row 2 of prompts\.jsonl: 400 .*not now"):
-            regenerate_answers(given, path, client(server, concurrency=1))
-        assert len(server.requests) == 3
-    with Server([500] * 20) as server:
-        with pytest.raises(ConnectionError, match=r"row 2 of prompts\.jsonl: 500 .* at try 3 of 3"):
-            regenerate_answers(given, path, client(server, concurrency=1, retries=2))
-        assert len(server.requests) == 3
-    with pytest.raises(ConnectionError, match="row 2 of .*refused.* at try 1 of 1"):
-        regenerate_answers(given, path, client(server, concurrency=1, retries=0))
-    assert [row["index"] for row in rows(path)] == [0, 1]
-    with Server() as server:
-        assert regenerate_answers(given, path, client(server)).present == 2
-        assert len(server.requests) == 3
-    assert {row["index"] for row in rows(path)} == {0, 1, 2, 3, 4}
-
-
-@pytest.mark.parametrize(
-    ("message", "wanted"),
-    [
-        ({"content": "4", "reasoning_content": "2 + 2"}, {"content": "4", "reasoning_content": "2 + 2"}),
-        ({"content": None, "reasoning": "2 + 2"}, {"content": "", "reasoning_content": "2 + 2"}),
-        ({"content": ""}, {"content": ""}),
-        ({"content": None}, None),
-        (["4"], None),
-    ],
-)
-def test_replies_of_other_forms(tmp_path, message, wanted):
-    with Server(message=message) as server:
-        if wanted is None:
-            with pytest.raises(ValueError, match=r"row 0 of prompts\.jsonl: .*expected a chat completion"):
-                regenerate_answers(prompts(tmp_path)[:1], tmp_path / "a", client(server))
-        else:
-            regenerate_answers(prompts(tmp_path)[:1], tmp_path / "a", client(server))
-            assert rows(tmp_path / "a")[0]["messages"][1] == {"role": "assistant"} | wanted
-
-
-@pytest.mark.parametrize(("url", "options"), [("localhost", {}), ("http://a", {"concurrency": 0})])
-def test_refused_endpoints(url, options):
-    with pytest.raises(ValueError, match="expected an http"):
-        EndpointAnswerer(url, "tiny", AnswerSettings(), **options)
-
-
 # -------------------------------------------------------------------------------------------------------- command line
 
 
-def test_command(tmp_path):
+def test_command(tmp_path, monkeypatch):
+    monkeypatch.setenv("no_proxy", "*")
     load_target().save_pretrained(tmp_path / "target")
     tokenizer().save_pretrained(tmp_path / "target")
     prompts(tmp_path, *DIALOGUES)

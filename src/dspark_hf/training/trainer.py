@@ -5,7 +5,6 @@ gradient does not depend on how an optimisation step is cut into micro-batches a
 speculative decoding. Everything else is Trainer's.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,7 +67,7 @@ class DSparkTrainer(Trainer):
         train_dataset, eval_dataset: texts of `input_ids` and `loss_mask` (T,), `id` if known (`load_conversations`).
             Where they bring `target_hidden_states` and `target_last_hidden_states`, these are used.
         states: source of target states, `CachedStates` for instance; the target's forward by default.
-        tied: `Trainer`'s other arguments.
+        trainer_arguments: `Trainer`'s other arguments.
     """
 
     def __init__(
@@ -197,8 +196,3 @@ def prompt_of(text: dict[str, Any]) -> torch.Tensor:
     if start == 0:
         raise ValueError("an evaluation text begins with a supervised token, expected a prompt before it")
     return torch.as_tensor(text["input_ids"])[:start]
-
-
-def anchors_seen(steps: int, args: DSparkTrainingArguments, num_anchors: int) -> int:
-    """At most: texts with fewer places have fewer."""
-    return steps * math.prod((args.train_batch_size, args.gradient_accumulation_steps, args.world_size, num_anchors))
