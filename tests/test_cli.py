@@ -90,7 +90,7 @@ def test_bench_writes_what_it_measured(target_folder, tmp_path):
 
 
 def test_bench_train_writes_what_it_measured(target_folder, tmp_path):
-    """A small objective, whose logits still outweigh all else: plain holds all of them, chunked a part."""
+    """A small objective, whose logits outweigh all else when all of them are held."""
     traces = expected_greedy("qwen3_vanilla")["threshold_0.0"]
     rows = [{"prompt_ids": t["prompt_ids"], "response_ids": t["output_ids"][len(t["prompt_ids"]) :]} for t in traces]
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -102,7 +102,7 @@ def test_bench_train_writes_what_it_measured(target_folder, tmp_path):
     result = run("bench", "train", str(tmp_path / "recipe.yaml"), *options)
     assert result.exit_code == 0, result.output
     data = json.loads(output.read_text())
-    assert data["objective"]["memory_ratio"] > 2
+    assert data["objective"]["memory_ratio"] > 1.3
     assert data["objective"]["arms"]["plain"]["peak_bytes"] > 256 * 7 * 20000 * 4
     arms = data["throughput"]["arms"]
     assert arms.keys() == {"online R=1", "online R=4", "cached"}
