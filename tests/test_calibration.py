@@ -5,7 +5,14 @@ import math
 import pytest
 import torch
 
-from dspark_hf.calibration import brier_score, confidence_pairs, expected_calibration_error, reliability, roc_auc
+from dspark_hf.calibration import (
+    brier_score,
+    chance_calibration_error,
+    confidence_pairs,
+    expected_calibration_error,
+    reliability,
+    roc_auc,
+)
 
 
 def test_perfect_and_constant_confidences():
@@ -32,6 +39,16 @@ def test_calibrated_draws_have_a_small_error_and_wrong_ones_a_large():
     assert expected_calibration_error(probabilities.sqrt(), outcomes) > 0.1
 
 
+def test_error_by_chance_is_that_of_drawn_outcomes():
+    probabilities = torch.rand(2000) ** 2
+    drawn = [
+        expected_calibration_error(probabilities, (torch.rand(2000) < probabilities).float(), bins=5)
+        for _ in range(300)
+    ]
+    assert chance_calibration_error(probabilities, bins=5) == pytest.approx(sum(drawn) / 300, rel=0.08)
+    assert chance_calibration_error(torch.tensor([0.0, 1.0])) == 0.0
+
+
 def test_auc_is_the_share_of_ordered_pairs():
     probabilities = (torch.rand(80) * 10).round() / 10  # with ties
     outcomes = (torch.rand(80) < 0.4).float()
@@ -54,4 +71,5 @@ def test_pairs_end_with_the_first_refused_token():
 def test_nothing_to_judge():
     empty = confidence_pairs([[]], [0], [1])
     assert math.isnan(expected_calibration_error(*empty)) and math.isnan(brier_score(*empty))
+    assert math.isnan(chance_calibration_error(empty[0]))
     assert math.isnan(roc_auc(*empty)) and math.isnan(roc_auc(torch.ones(3), torch.ones(3)))

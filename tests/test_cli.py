@@ -17,6 +17,7 @@ from dspark_hf.cli.generate import ACCEPTED, ColourStreamer
 from dspark_hf.evaluation.benchmark import Arm, parse_policy, run_benchmark
 from dspark_hf.evaluation.comparison import first_difference
 from dspark_hf.evaluation.loading import load_pair, load_prompts
+from dspark_hf.profile_dspark import SPSProfile
 
 DRAFTER = str(FIXTURES / "drafter_qwen3_vanilla")
 PROMPTS = ["He bought sports equipment. Coach A bou", "There are 24 students. 12 of them st", "She sold 3 cakes and"]
@@ -154,3 +155,32 @@ def test_errors_take_one_line(monkeypatch, capsys, target_folder):
         dspark_hf.cli.main()
     assert stopped.value.code == 2
     assert "not a DSpark checkpoint" in capsys.readouterr().err
+
+
+def test_bench_batch(target_folder, tmp_path):
+    """Every policy, sizes 1 and 3; figures by hand from the calls of one arm; a picture beside the JSON."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"turns": [PROMPTS[i % 3][i:]]}) + "\n" for i in range(9)))
+    output = tmp_path / "batch.json"
+    names = ["fixed", "fixed:2", "prefix", "stale", "lookahead"]
+    options = [word for name in names for word in ("--policy", name)] + ["--size", "1", "--size", "3"]
+    profile = tmp_path / "profile.json"
+    SPSProfile([1, 64], [10.0, 5.0], plain_steps_per_second=9.0).save(profile)
+    command = ["bench", "batch", "--target", target_folder, "--drafter", DRAFTER, "--prompts", str(prompts)]
+    result = run(*command, "--max-new-tokens", "12", "--profile", str(profile), "--output", str(output), *options)
+    assert result.exit_code == 0 and "lookahead" in result.output and "scheduling 256 requests takes" in result.output
+    data = json.loads(output.read_text())
+    assert list(data["summary"]) == ["plain", *(f"dspark {name}" for name in names)]
+    assert [call["batch_size"] for call in data["calls"]] == [1] * 8 + [3] * 2
+    for name, sizes in data["summary"].items():
+        for size, row in sizes.items():
+            calls = [c["arms"][name] for c in data["calls"] if c["batch_size"] == int(size)]
+            tokens, seconds = sum(c["tokens"] for c in calls), sum(c["seconds"] for c in calls)
+            assert row["tokens_per_second"] == pytest.approx(tokens / seconds)
+            assert row["texts_that_differ"] == row["of_these_near_ties"]
+    assert data["summary"]["plain"]["3"]["verified_tokens"] is None
+    assert data["summary"]["dspark fixed:2"]["3"]["verified_tokens"] == 2
+    assert data["summary"]["dspark fixed"]["1"]["acceptance_length"] > 1
+    assert output.with_suffix(".png").read_bytes()[1:4] == b"PNG"
+    with pytest.raises(ValueError, match="9 prompts were given, expected 16 for a batch of 16"):
+        run(*command, "--size", "16", "--policy", "fixed", "--output", str(output))

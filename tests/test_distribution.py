@@ -32,8 +32,11 @@ from transformers import (
 from transformers.utils import ModelOutput
 
 from dspark_hf import ConfidenceThreshold, FixedLength, record_speculation, verification_dspark
-from dspark_hf.generation_dspark import DSparkCandidateGenerator, PositionLogits, check_generation, speculative_decode
-from dspark_hf.scheduling_dspark import VerifyPolicy
+from dspark_hf.generation_dspark import DSparkCandidateGenerator, check_generation, speculative_decode
+from dspark_hf.processing_dspark import PositionLogits, RowProcessors
+from dspark_hf.profile_dspark import SPSProfile
+from dspark_hf.rows_dspark import RowCache
+from dspark_hf.scheduling_dspark import LookaheadScheduler, PrefixScheduler, StalePrefixScheduler, VerifyPolicy
 from dspark_hf.target_dspark import CACHE_NAME
 from dspark_hf.verification_dspark import sample_token
 
@@ -96,7 +99,7 @@ class Law:
         return dict(enumerate(probability.tolist()))
 
 
-def one_round(target, drafter, law: Law, spoil=lambda logits: logits) -> tuple[torch.Tensor, float]:
+def one_round(target, drafter, law: Law, spoil=lambda logits: logits, rule="token") -> tuple[torch.Tensor, float]:
     """ROWS texts (ROWS, TEXT): a first token, one round of drafting and verifying behind it, and where that falls short
     tokens drawn from the target. Also the mean number of accepted tokens. `spoil` changes q before verification."""
     config = GenerationConfig(do_sample=True, max_length=100)
@@ -114,10 +117,9 @@ def one_round(target, drafter, law: Law, spoil=lambda logits: logits) -> tuple[t
     candidates = draft.token_ids[:, :width]
     tokens = torch.cat([first, candidates], dim=1)
     raw = torch.stack([law.logits(tokens[:, : i + 1], raw=True) for i in range(width + 1)], dim=1)
-    text = torch.cat([text, candidates], dim=1)
-    logits = PositionLogits(ModelOutput(logits=raw), law.processors, config, text, width)
-    accepted, following = verification_dspark.verify_block(
-        candidates, spoil(draft.logits[:, :width]), lengths, logits, do_sample=True
+    logits = PositionLogits(ModelOutput(logits=raw), RowProcessors(law.processors, config, text), candidates)
+    accepted, following = verification_dspark.ACCEPTANCE_RULES[rule](
+        candidates, spoil(draft.logits[:, :width]), lengths, logits
     )
     result = torch.cat([tokens, tokens.new_zeros(ROWS, max(0, TEXT - 1 - width) + 1)], dim=1)
     result.scatter_(1, accepted[:, None] + 1, following[:, None])
@@ -145,7 +147,16 @@ SAMPLING = {
     "typical": [TypicalLogitsWarper(0.7)],
     "repetition": [RepetitionPenaltyLogitsProcessor(1.5), TopPLogitsWarper(0.9)],
 }
-POLICIES = {"all": FixedLength(), "two": FixedLength(2), "threshold": ConfidenceThreshold(0.5)}
+# A token is worth its place in a pass over ROWS texts where its survival is above about one half.
+CURVE = SPSProfile([ROWS, ROWS * (BLOCK + 1)], [1.0, 0.35])
+POLICIES = {
+    "all": FixedLength(),
+    "two": FixedLength(2),
+    "threshold": ConfidenceThreshold(0.5),
+    "prefix": PrefixScheduler(CURVE),
+    "stale": StalePrefixScheduler(CURVE),
+    "lookahead": LookaheadScheduler(CURVE),
+}
 
 
 @pytest.mark.parametrize(
@@ -154,6 +165,20 @@ POLICIES = {"all": FixedLength(), "two": FixedLength(2), "threshold": Confidence
 def test_texts(target, drafter, name, policy, monkeypatch):
     monkeypatch.setattr(drafter, "verify_policy", POLICIES[policy])
     assert fit(target, drafter, SAMPLING[name]) > 1e-4
+
+
+@pytest.mark.parametrize("policy", ["prefix", "lookahead"])
+def test_schedulers_over_many_rows(target, drafter, policy, monkeypatch):
+    """What the other rows' confidences do to a row's length leaves its text alone."""
+    monkeypatch.setattr(drafter, "verify_policy", POLICIES[policy])
+    assert fit(target, drafter) > 1e-4
+
+
+@pytest.mark.parametrize("policy", ["all", "threshold", "prefix"])
+@pytest.mark.parametrize("name", ["plain", "temperature, top-k"])
+def test_block_verification(target, drafter, name, policy, monkeypatch):
+    monkeypatch.setattr(drafter, "verify_policy", POLICIES[policy])
+    assert fit(target, drafter, SAMPLING[name], rule="block") > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -194,7 +219,7 @@ class Peeking(VerifyPolicy):
 
     needs_confidence = True
 
-    def verify_lengths(self, confidence):
+    def verify_lengths(self, confidence, history=None):
         return (confidence[:, 1:] >= 0.5).long().cumprod(dim=-1).sum(dim=-1)
 
 
@@ -216,12 +241,16 @@ class TableModel(PreTrainedModel, GenerationMixin):
     def __init__(self):
         sizes = {"vocab_size": V, "hidden_size": 1, "num_hidden_layers": 1, "num_attention_heads": 1}
         super().__init__(PreTrainedConfig(**sizes, eos_token_id=None, bos_token_id=None))
+        self.config._attn_implementation = "eager"
         self.table = torch.nn.Parameter(torch.randn(V, V) + 0.7 * torch.randn(V, V, V), requires_grad=False)
 
-    def forward(self, input_ids, output_hidden_states=None, **kwargs):
+    def forward(self, input_ids, position_ids=None, output_hidden_states=None, **kwargs):
         ids, cache = input_ids[:, None, :, None].float(), kwargs[CACHE_NAME]
+        seen = cache.get_seq_length()
         text = cache.update(ids, ids, 0)[0][:, 0, :, 0].long()
-        before = torch.nn.functional.pad(text, (1, 0))[:, -input_ids.shape[1] - 1 : -1]
+        if position_ids is None:
+            position_ids = torch.arange(seen, seen + input_ids.shape[1])[None]
+        before = torch.nn.functional.pad(text, (1, 0)).gather(1, position_ids.expand_as(input_ids))
         states = (ids[:, 0],) * 2
         return ModelOutput(logits=self.table[before, input_ids], hidden_states=states, **{CACHE_NAME: cache})
 
@@ -233,10 +262,12 @@ class TableDrafter:
 
     def __init__(self, target):
         sizes = {"vocab_size": V, "hidden_size": 1, "num_target_layers": 1, "block_size": BLOCK}
-        self.config = PreTrainedConfig(**sizes, target_layer_ids=[-1], enable_confidence_head=True)
+        self.config = PreTrainedConfig(
+            **sizes, target_layer_ids=[-1], enable_confidence_head=True, sts_temperatures=None
+        )
         self.table = target.table.mean(0) + 0.7 * torch.randn(V, V)
         self.confidence = torch.randn(V) + 1.0
-        self.verify_policy = FixedLength()
+        self.verify_policy, self.acceptance_rule = FixedLength(), "token"
 
     def check_generation(self, target, config):
         check_generation(target, self, config)
@@ -245,14 +276,21 @@ class TableDrafter:
         return speculative_decode(self, target, *args, **kwargs)
 
     def new_cache(self, start):
-        return start
+        return RowCache(start)
 
-    def draft(self, context, anchor_ids, cache, num_tokens, do_sample, logits_processor, input_ids, stop, **kwargs):
-        assert context.shape[1] == input_ids.shape[1] - 1 - cache and context[0, -1] == input_ids[0, -2]
+    def draft(
+        self, context, anchor_ids, cache, num_tokens, do_sample, logits_processor, input_ids, context_lengths, stop, **_
+    ):
+        rows, counts = len(anchor_ids), context.shape[1] if context_lengths is None else context_lengths
+        positions = cache.ends(rows, self.device) + counts
+        cache.advance(counts)
+        assert (input_ids.gather(1, positions[:, None])[:, 0] == anchor_ids).all()
+        newest = context[torch.arange(rows), torch.as_tensor(counts).expand(rows) - 1, 0]
+        assert (newest == input_ids.gather(1, positions[:, None] - 1)[:, 0]).all()
         tokens, logits, confidence = [anchor_ids], [], []
         for _ in range(num_tokens):
             confidence.append(self.confidence[tokens[-1]])
-            if stop is not None and stop(confidence[-1]):
+            if stop is not None and stop(torch.stack(confidence, dim=1)):
                 confidence.pop()
                 break
             logits.append(self.table[tokens[-1]])
@@ -260,12 +298,12 @@ class TableDrafter:
                 prefix = torch.cat([input_ids, *(t[:, None] for t in tokens[1:])], dim=1)
                 logits[-1] = logits_processor(prefix, logits[-1].clone())
             tokens.append(sample_token(logits[-1], do_sample))
-        stack = lambda rows, *shape: torch.stack(rows, 1) if rows else torch.empty(1, 0, *shape)  # noqa: E731
+        stack = lambda items, *shape: torch.stack(items, 1) if items else torch.empty(rows, 0, *shape)  # noqa: E731
         return ModelOutput(
             token_ids=stack(tokens[1:]).long(),
             logits=stack(logits, V),
             confidence_logits=stack(confidence),
-            cache=cache + context.shape[1],
+            cache=cache,
         )
 
 
@@ -301,26 +339,48 @@ GENERATE = {
 }
 
 
-def sample_places(target, drafter, name, tokens=320):
+def sample_places(target, drafter, name, rows=1, tokens=320):
     calls = 24 if name == "plain" else 2  # processors take most of the time
-    arguments = {"do_sample": True, "max_new_tokens": tokens} | GENERATE[name]
+    arguments = {"do_sample": True, "max_new_tokens": tokens // rows, "num_return_sequences": rows} | GENERATE[name]
     processors = target._get_logits_processor(GenerationConfig(**({"top_k": 50} | arguments)), device="cpu")
     bins = []
     with record_speculation() as stats:
         for _ in range(calls):
             ids = target.generate(PROMPT, assistant_model=drafter, **arguments)
-            assert ids.shape[1] == PROMPT.shape[1] + tokens
-            bins += places(target, drafter, ids, processors)
+            assert ids.shape == (rows, PROMPT.shape[1] + tokens // rows)
+            for text in ids:
+                bins += places(target, drafter, text[None], processors)
     assert 0.3 < sum(stats.accepted_lengths) / len(stats.accepted_lengths) < drafter.config.block_size - 0.3
     return bins
 
 
-@pytest.mark.parametrize("policy", ["all", "threshold"])
-@pytest.mark.parametrize("name", GENERATE)
-def test_generate(tables, name, policy, monkeypatch):
-    """20,000 tokens in all, three quarters of them without processors."""
-    monkeypatch.setattr(tables[1], "verify_policy", POLICIES[policy])
-    assert chi_square(sample_places(*tables, name), dict.fromkeys(range(20), 1 / 20)) > 1e-4
+# Schedulers for one row or eight; plain decoding too slow for the bypass.
+SCHEDULE = SPSProfile(list(range(1, 41)), [1.0 / (1.0 + 0.3 * n) for n in range(40)], plain_steps_per_second=0.1)
+SCHEDULERS = {
+    "prefix": PrefixScheduler(SCHEDULE),
+    "stale": StalePrefixScheduler(SCHEDULE),
+    "lookahead": LookaheadScheduler(SCHEDULE),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "rows"),
+    [(name, policy, 1) for name in GENERATE for policy in ("all", "threshold")]
+    + [("plain", policy, rows) for policy in SCHEDULERS for rows in (1, 8)]
+    + [(name, "threshold", 8) for name in GENERATE],
+)
+def test_generate(tables, name, policy, rows, monkeypatch):
+    """Some 100,000 tokens in all, most of them without processors."""
+    monkeypatch.setattr(tables[1], "verify_policy", (POLICIES | SCHEDULERS)[policy])
+    assert chi_square(sample_places(*tables, name, rows), dict.fromkeys(range(20), 1 / 20)) > 1e-4
+
+
+@pytest.mark.parametrize("policy", ["all", "prefix"])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_generate_by_block_verification(tables, policy, rows, monkeypatch):
+    monkeypatch.setattr(tables[1], "acceptance_rule", "block")
+    monkeypatch.setattr(tables[1], "verify_policy", (POLICIES | SCHEDULERS)[policy])
+    assert chi_square(sample_places(*tables, "plain", rows), dict.fromkeys(range(20), 1 / 20)) > 1e-4
 
 
 def test_generate_with_a_wrong_residual_is_found(tables, monkeypatch):

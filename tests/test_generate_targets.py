@@ -309,8 +309,6 @@ REFUSALS = {
     "beam sampling": (llama, {"num_beams": 2, "do_sample": True}, "mode is beam_sample"),
     "contrastive": (llama, {"penalty_alpha": 0.6, "top_k": 4}, "[Cc]ontrastive"),
     "dola": (llama, {"dola_layers": "high"}, "mode is dola_generation"),
-    "return sequences": (llama, {"num_return_sequences": 2, "do_sample": True}, "num_return_sequences"),
-    "batch": (llama, {"ids": IDS.repeat(2, 1)}, "the batch has 2 rows, expected 1"),
     "synced": (llama, {"synced_gpus": True}, "synced_gpus is True, expected False"),
     "synthid": (llama, {"do_sample": True, "watermarking_config": "synthid"}, "SynthIDTextWatermark.* keeps a state"),
     "encoder-decoder": (tiny_t5, {}, "'t5' is an encoder-decoder, expected a decoder-only model"),

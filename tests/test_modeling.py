@@ -358,7 +358,9 @@ def test_stop_cuts_before_drawing(drafter, cut):
 
     (short, state), (wanted, wanted_state), (whole, _) = draft(stop=stop), draft(num_tokens=cut), draft()
     assert torch.equal(short.token_ids, wanted.token_ids) and torch.equal(state, wanted_state)
-    assert torch.equal(torch.stack(seen, dim=1), whole.confidence_logits[:, : cut + 1])
+    for k, confidences in enumerate(seen):  # of all tokens up to the one being decided
+        assert torch.equal(confidences, whole.confidence_logits[:, : k + 1])
+    assert len(seen) == cut + 1
     assert short.confidence_logits.shape == (1, cut)
 
 

@@ -6,6 +6,7 @@ import torch
 from dspark_hf import ConfidenceThreshold, DSparkDrafterModel, FixedLength, record_speculation
 from dspark_hf.cli.demo import BUNDLED_DRAFTER
 from dspark_hf.demo_target import demo_target_path
+from dspark_hf.evaluation.acceptance import left_padded
 from dspark_hf.evaluation.comparison import first_difference
 from dspark_hf.evaluation.loading import chat_inputs, load_prompts, load_target
 
@@ -33,6 +34,25 @@ def test_greedy_text_is_the_targets_own(pair):
             difference = first_difference(target, inputs["input_ids"][0], plain, drafted)
             assert difference is None or difference.near_tie
     assert stats.acceptance_length > 1.5
+
+
+def test_a_batch_of_sixteen_equals_sixteen_single_runs(pair):
+    """Text and rounds; a text may part from its single run only at a near-tie."""
+    target, tokenizer, drafter = pair
+    drafter.verify_policy = FixedLength()
+    prompts = [chat_inputs(tokenizer, prompt, "cpu")["input_ids"][0] for prompt in load_prompts("gsm8k_test", 16)]
+    options = {"max_new_tokens": 24, "do_sample": False, "assistant_model": drafter, "pad_token_id": 0}
+    batch = left_padded(prompts)
+    with record_speculation() as together:
+        rows = target.generate(**batch, **options)[:, batch["input_ids"].shape[1] :]
+    for place, prompt in enumerate(prompts):
+        with record_speculation() as single:
+            text = target.generate(prompt[None], **options)[0, len(prompt) :]
+        difference = first_difference(target, prompt, text, rows[place][: len(text)])
+        assert difference is None or difference.near_tie
+        if difference is None:
+            own = [n for n, row in zip(together.accepted_lengths, together.rows, strict=True) if row == place]
+            assert own == single.accepted_lengths
 
 
 def test_threshold_saves_verification(pair):

@@ -16,7 +16,7 @@ def test_values():
     stats = SpeculationStats()
     assert math.isnan(stats.acceptance_length) and stats.acceptance_by_position == []
     for proposed, accepted, emitted in [(3, 3, 4), (3, 0, 1), (1, 1, 2), (0, 0, 1), (2, 1, 2)]:
-        stats.add_round(proposed, accepted, emitted, [])
+        stats.add_round(proposed, accepted, emitted, [], [], 0)
     assert stats.proposal_lengths == [3, 3, 1, 0, 2]
     assert stats.accepted_lengths == [3, 0, 1, 0, 1]
     assert stats.acceptance_lengths == [4, 1, 2, 1, 2]

@@ -21,7 +21,8 @@ def conditional(seed: int, sharpness: float = 1.0) -> dict[tuple, torch.Tensor]:
 
 def logits_after(table: dict[tuple, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
     """Log-probabilities of the next token behind each row of `tokens` (B, n), (B, V)."""
-    return torch.stack([table[tuple(row)] for row in tokens.tolist()]).log()
+    index = {prefix: i for i, prefix in enumerate(table)}
+    return torch.stack(list(table.values())).log()[[index[tuple(row)] for row in tokens.tolist()]]
 
 
 def draw(q: dict[tuple, torch.Tensor], rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:

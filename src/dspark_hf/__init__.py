@@ -6,7 +6,14 @@ from .configuration_dspark import DSparkConfig
 from .hook_dspark import install_hook, uninstall_hook
 from .modeling_dspark import DSparkDrafterModel, DSparkDraftOutput, DSparkOutput
 from .objective_dspark import Objective
-from .scheduling_dspark import ConfidenceThreshold, FixedLength
+from .profile_dspark import SPSProfile
+from .scheduling_dspark import (
+    ConfidenceThreshold,
+    FixedLength,
+    LookaheadScheduler,
+    PrefixScheduler,
+    StalePrefixScheduler,
+)
 from .telemetry_dspark import record_speculation
 
 AutoConfig.register("dspark", DSparkConfig)
@@ -19,7 +26,11 @@ __all__ = [
     "DSparkDrafterModel",
     "DSparkOutput",
     "FixedLength",
+    "LookaheadScheduler",
     "Objective",
+    "PrefixScheduler",
+    "SPSProfile",
+    "StalePrefixScheduler",
     "install_hook",
     "record_speculation",
     "uninstall_hook",

@@ -7,8 +7,6 @@ context lies strictly before the anchor. RoPE positions are absolute positions o
 Two layer forms, Qwen3 and Gemma-4 (sandwich norms, layer scalar, attention scale 1, value norm, K = V on request).
 """
 
-import math
-
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
@@ -19,56 +17,6 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, eager_attention_forward, rotate_half
 
 RMS_NORMS = {"qwen3": Qwen3RMSNorm, "gemma4_text": Gemma4RMSNorm}
-
-
-class ContextCache:
-    """Context keys and values of every draft layer, kept across rounds.
-
-    Rows are left-aligned in one buffer per layer, (B, key/value heads, capacity, head dimension), with a length per
-    row; what lies beyond a row's length is never attended and later overwritten. Only committed tokens enter, so that
-    nothing is ever taken out.
-
-    Args:
-        start: absolute position of the first context row, (B,) or an int: above 0 when earlier rows were dropped.
-    """
-
-    def __init__(self, start: int | torch.Tensor = 0):
-        self.start = start
-        self.lengths: torch.Tensor | None = None  # (B,) rows held
-        self.max_length = 0  # longest row, known on the host
-        self.buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def ends(self, batch_size: int, device: torch.device) -> torch.Tensor:
-        """Absolute position of the next token of each row, (B,)."""
-        if self.lengths is None:
-            self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
-        return self.lengths + self.start
-
-    def write(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Puts new rows (B, heads, n, dim) behind each row's end; returns the filled part of the layer's buffers."""
-        end = self.max_length + key.shape[2]
-        if layer_idx == len(self.buffers):
-            self.buffers.append((self._grown(key, end), self._grown(value, end)))
-        elif self.buffers[layer_idx][0].shape[2] < end:
-            self.buffers[layer_idx] = tuple(self._grown(b, end, b) for b in self.buffers[layer_idx])
-        slots = self.lengths[:, None] + torch.arange(key.shape[2], device=key.device)
-        rows = torch.arange(key.shape[0], device=key.device)[:, None]
-        for buffer, new in zip(self.buffers[layer_idx], (key, value), strict=True):
-            buffer[rows, :, slots] = new.transpose(1, 2)
-        return tuple(buffer[:, :, :end] for buffer in self.buffers[layer_idx])
-
-    def advance(self, count: int | torch.Tensor) -> None:
-        """Counts the rows just written as held: the same number in every row, or (B,)."""
-        self.lengths = self.lengths + count
-        self.max_length = self.max_length + count if isinstance(count, int) else int(self.lengths.max())
-
-    @staticmethod
-    def _grown(like: torch.Tensor, end: int, old: torch.Tensor | None = None) -> torch.Tensor:
-        capacity = max(64, 2 ** math.ceil(math.log2(max(end, 1))))
-        buffer = like.new_zeros(*like.shape[:2], capacity, like.shape[3])
-        if old is not None:
-            buffer[:, :, : old.shape[2]] = old
-        return buffer
 
 
 class DSparkRotaryEmbedding(nn.Module):

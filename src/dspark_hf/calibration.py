@@ -2,9 +2,10 @@
 
 A round's tokens are known up to the first refused one: position k has an outcome only in rounds that kept all before
 it, so that its confidence is judged as what it is, a probability given the prefix. Shapes: N pairs of a probability in
-[0, 1] and an outcome, 0 or 1.
+[0, 1] and an outcome, 0 or 1, or for all but the AUC its exact expectation in [0, 1].
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -18,16 +19,31 @@ def expected_calibration_error(probabilities: torch.Tensor, outcomes: torch.Tens
     return float((counts * (confidence - accuracy).abs()).nansum() / counts.sum())
 
 
+def chance_calibration_error(probabilities: torch.Tensor, bins: int = 10) -> float:
+    """The ECE that probabilities (N,) show by chance alone when all of them are right: outcomes are drawn, and a bin's
+    mean scatters with variance Σ p (1 − p) / n_bin². So √(2/π) Σ_bins √(Σ p (1 − p)) / N for bins of many pairs; NaN
+    without pairs."""
+    if not len(probabilities):
+        return float("nan")
+    p = probabilities.double()
+    variances = torch.zeros(bins, dtype=torch.float64).index_add(0, _bin_of(p, bins), p * (1 - p))
+    return math.sqrt(2 / math.pi) * float(variances.sqrt().sum()) / len(p)
+
+
 def reliability(
     probabilities: torch.Tensor, outcomes: torch.Tensor, bins: int = 10
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The reliability diagram: pairs, mean probability and mean outcome per bin of equal width, (bins,) each float64;
     the means of an empty bin are NaN."""
     probabilities, outcomes = probabilities.double(), outcomes.double()
-    index = (probabilities * bins).long().clamp(max=bins - 1)
+    index = _bin_of(probabilities, bins)
     zeros = torch.zeros(bins, dtype=torch.float64)
     counts = zeros.index_add(0, index, torch.ones_like(probabilities))
     return counts, zeros.index_add(0, index, probabilities) / counts, zeros.index_add(0, index, outcomes) / counts
+
+
+def _bin_of(probabilities: torch.Tensor, bins: int) -> torch.Tensor:
+    return (probabilities * bins).long().clamp(max=bins - 1)
 
 
 def brier_score(probabilities: torch.Tensor, outcomes: torch.Tensor) -> float:

@@ -33,6 +33,8 @@ class DSparkConfig(PreTrainedConfig):
         markov_head_type: `"vanilla"`, `"gated"` or `"rnn"`; needed when `markov_rank > 0`.
         enable_confidence_head: whether survival probabilities are predicted.
         confidence_head_with_markov: whether the confidence head also reads W1[x_{k−1}]; needed with the head.
+        sts_temperatures: γ temperatures above 0 that divide the confidence logits of slots 0..γ−1 when verify lengths
+            are decided (sequential temperature scaling), or None for the logits as they are.
         num_anchors: blocks drawn per text in training.
         draft_vocab_size: size of a reduced draft vocabulary, or None for the target's whole one.
         has_embed_tokens, has_lm_head: False when the checkpoint leaves that module to the target.
@@ -57,6 +59,7 @@ class DSparkConfig(PreTrainedConfig):
     markov_head_type: str | None = None
     enable_confidence_head: bool | None = None
     confidence_head_with_markov: bool | None = None
+    sts_temperatures: list[float] | None = None
     # embeddings and vocabulary
     vocab_size: int | None = None
     draft_vocab_size: int | None = None
@@ -214,6 +217,9 @@ class DSparkConfig(PreTrainedConfig):
         _expect(not rank or head in MARKOV_HEADS, "markov_head_type", head, f"one of {MARKOV_HEADS}")
         if self.enable_confidence_head and self.confidence_head_with_markov:
             _expect(rank > 0, "markov_rank", rank, "above 0, since confidence_head_with_markov is True")
+        scales, slots = self.sts_temperatures, self.block_size
+        fits = isinstance(scales, (list, tuple)) and len(scales) == slots and all(map(_is_temperature, scales))
+        _expect(scales is None or fits, "sts_temperatures", scales, f"None or block_size = {slots} numbers above 0")
 
     def _check_backbone(self, extra: dict[str, Any]) -> None:
         queries, keys, head_dim = self.head_shape
@@ -236,6 +242,10 @@ class DSparkConfig(PreTrainedConfig):
 
 def _is_int(value: Any, least: int, most: float = float("inf")) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _is_temperature(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 def _expect(holds: bool, name: str, value: Any, expected: str) -> None:

@@ -1,25 +1,29 @@
-"""Speculative decoding: the candidate generator (drafting half) and the decoding loop, for every drafter.
+"""Speculative decoding: the candidate generator (drafting half) and the decoding loop, for every drafter and batch.
 
-A round: the drafter proposes ℓ ≤ γ tokens behind the newest one (the anchor), one target pass over anchor and proposal
-gives the logits of ℓ + 1 positions, verification keeps a prefix and adds one token, the cache drops what was refused.
-Tokens are then committed one by one, as plain `generate()` would: a stopping criterion that fires inside a block ends
-the text there, streamers see each token, scores come per token.
+A round: the drafter proposes ℓ ≤ γ tokens behind each row's newest one (the anchor), one target pass over anchors and
+proposals gives the logits of ℓ + 1 positions, verification keeps a prefix and adds one token, the cache drops what was
+refused. Rows that end leave the batch.
 
-The loop uses the target's public forward and the steps of `generate()` around it (`_prefill`,
-`prepare_inputs_for_generation`, `_update_model_kwargs_for_generation`), so that prefilled caches, embeddings as prompt
-and chunked prefill are handled as there. B rows, T tokens of text so far, V vocabulary.
+One row runs over the target's own cache, by the steps of `generate()` (`prepare_inputs_for_generation`,
+`_update_model_kwargs_for_generation`), so that prefilled caches, embeddings as prompt and chunked prefill are handled
+as there; several rows accept different numbers of tokens and run over `TargetRows`. B rows at first, n still decoding,
+T tokens of text so far, V vocabulary.
 """
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import CandidateGenerator, UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.generation.logits_process import SynthIDTextWatermarkLogitsProcessor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import ModelOutput
 
+from .processing_dspark import PositionLogits, RowProcessors
+from .profiling_dspark import quick_profile
+from .rows_dspark import TargetRows, check_rows, left_aligned
+from .scheduling_dspark import RoundHistory, VerifyPolicy
 from .target_dspark import (
     CACHE_NAME,
     cache_length,
@@ -28,11 +32,11 @@ from .target_dspark import (
     check_pair,
     context_states,
     is_static,
-    key_columns,
     states_argument,
 )
-from .telemetry_dspark import report_round
-from .verification_dspark import sample_token, verify_block
+from .telemetry_dspark import report_round, wants_expected_acceptance
+from .texts_dspark import StepRecord, Texts
+from .verification_dspark import ACCEPTANCE_RULES, expected_acceptance, sample_token, verify_block
 
 # Processors with a state that advances with every call; drafting and verifying call them more than once per token.
 _STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
@@ -59,6 +63,8 @@ def check_generation(target: PreTrainedModel, drafter: Any, generation_config: G
         )
     if generation_config.use_cache is False:
         raise ValueError("use_cache is False, expected True: speculative decoding needs the target's cache")
+    if drafter.acceptance_rule not in ACCEPTANCE_RULES:
+        raise ValueError(f"acceptance_rule is {drafter.acceptance_rule!r}, expected one of {list(ACCEPTANCE_RULES)}")
     if drafter.verify_policy.needs_confidence and not drafter.config.enable_confidence_head:
         raise ValueError(f"{drafter.verify_policy} needs a confidence head, and this drafter has none")
 
@@ -79,50 +85,76 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.drafter, self.target = drafter, target
         self.config, self.logits_processor = generation_config, logits_processor
         self.cache = None
+        self.pending: list[tuple[torch.Tensor, torch.Tensor]] = []  # context that no draft has read yet
+        self.history = RoundHistory(drafter.config.block_size)
         self.prompt_mask = (model_kwargs or {}).get("attention_mask")
+        self._policies: tuple[VerifyPolicy | None, VerifyPolicy | None] = (None, None)  # as set, and with a profile
+        self._confidence: torch.Tensor | None = None
         wants_all = generation_config.return_dict_in_generate and generation_config.output_hidden_states
         states = True if wants_all else states_argument(drafter.config.target_layer_ids)
         self.model_kwargs_overrides = {"output_hidden_states": states}
 
-    def propose(self, input_ids: torch.Tensor, outputs: ModelOutput, counts: torch.Tensor):
+    def propose(
+        self,
+        text: torch.Tensor,
+        outputs: ModelOutput,
+        counts: torch.Tensor,
+        processors: RowProcessors | None = None,
+        anchor_ids: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
+    ):
         """Drafts behind the last token of each row.
 
         Args:
-            input_ids: (B, T), the text up to the anchor.
-            outputs: of the target's last pass, with hidden states (B, n, H).
-            counts: (B,), the first of those n states that belong to committed tokens; all of them after the prefill.
+            text: (n, T), right-padded.
+            outputs: of the target's last pass, with hidden states (m, q, H).
+            counts: (m,), the first of those q states that belong to committed tokens; all of them after the prefill.
+            processors: of the rows, which know where each text ends; all at T by default.
+            anchor_ids: (n,), the last token of each row; of `text` by default.
+            rows: (n,), those of the m rows that are still decoding; all by default.
 
         Returns:
-            The draft, and how many of its tokens to verify (B,).
+            The draft, None where none is worth making, and how many of its tokens to verify (n,).
         """
-        context = context_states(outputs.hidden_states, self.drafter.config.target_layer_ids)
-        if self.cache is None:
-            context, start = self._first_context(context, cache_length(cache_of(outputs)))
-            self.cache = self.drafter.new_cache(start)
-            counts = torch.full_like(counts, context.shape[1])
-        context = context[:, : int(counts.max())]
-        policy = self.drafter.verify_policy
-        limit = policy.draft_limit(self.drafter.config.block_size)
+        self._read(outputs, counts, rows)
+        policy = self._policy(len(text), text.shape[1])
+        limit = policy.draft_limit(self.drafter.config.block_size, len(text), self.history)
         if is_static(cache_of(outputs)):  # its room ends with the longest text
-            limit = max(0, min(limit, self.config.max_length - 1 - input_ids.shape[1]))
+            limit = max(0, min(limit, self.config.max_length - 1 - text.shape[1]))
+        self._confidence = None
+        if not limit:
+            return None, text.new_zeros(len(text))
+        if processors is None:
+            processors = RowProcessors(self.logits_processor, self.config, text)
+        device, (context, context_lengths) = self.drafter.device, self._context()
         draft = self.drafter.draft(
-            context.to(self.drafter.device),
-            input_ids[:, -1].to(self.drafter.device),
+            context.to(device),
+            (text[:, -1] if anchor_ids is None else anchor_ids).to(device),
             cache=self.cache,
             num_tokens=limit,
             do_sample=self.config.do_sample,
-            logits_processor=processors_of(self.logits_processor, self.config, input_ids.shape[1]),
-            input_ids=input_ids.to(self.drafter.device),
-            context_lengths=counts.to(self.drafter.device) if len(counts) > 1 else None,
+            logits_processor=self._drafting_processor(processors, text) if processors else None,
+            input_ids=text.to(device),
+            context_lengths=context_lengths.to(device) if len(text) > 1 else None,
             stop=self._stop(policy),
             target=self.target,
         )
         self.cache = draft.cache
-        if draft.confidence_logits is not None:
-            lengths = policy.verify_lengths(draft.confidence_logits.sigmoid())
-        else:
-            lengths = policy.verify_lengths(torch.ones(draft.token_ids.shape))
-        return draft, lengths.clamp(max=draft.token_ids.shape[1]).to(input_ids.device)
+        if draft.confidence_logits is None:
+            return draft, policy.verify_lengths(torch.ones(draft.token_ids.shape, device=text.device), self.history)
+        self._confidence = self._calibrated(draft.confidence_logits)
+        return draft, policy.verify_lengths(self._confidence, self.history)
+
+    def observe(self, lengths: torch.Tensor, yielded: torch.Tensor) -> None:
+        """Tells the history how the last round went: tokens verified and tokens committed, (n,) each."""
+        self.history.observe(self._confidence, lengths, yielded)
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Drops all rows but these, (m,)."""
+        if self.cache is not None:
+            self.cache.keep(rows)
+        self.pending = [(context[rows.to(context.device)], counts[rows]) for context, counts in self.pending]
+        self.history.keep(rows)
 
     def get_candidates(
         self, input_ids, model_kwargs=None, model_outputs=None, is_first_iteration=False, n_last_matches=0, **kwargs
@@ -132,26 +164,114 @@ class DSparkCandidateGenerator(CandidateGenerator):
             return input_ids, None
         room = self.config.max_length - input_ids.shape[1] - 1
         counts = input_ids.new_tensor([int(n_last_matches) + 1])
+        if self.cache is not None:
+            self.observe(self._proposed, counts)
         draft, lengths = self.propose(input_ids, model_outputs, counts)
         count = min(int(lengths[0]), max(room, 0))
-        tokens = draft.token_ids[:, :count].to(input_ids.device)
-        return torch.cat([input_ids, tokens], dim=1), draft.logits[:, :count] if count else None
+        self._proposed = counts.new_tensor([count])
+        if not count:
+            return input_ids, None
+        return torch.cat([input_ids, draft.token_ids[:, :count].to(input_ids.device)], dim=1), draft.logits[:, :count]
 
     def update_candidate_strategy(self, input_ids, scores, num_matches):
         """Nothing to update: the verify length is the policy's."""
 
-    def _first_context(self, context: torch.Tensor, past_length: int) -> tuple[torch.Tensor, int]:
-        """The prompt's states without padding, and the position of the first: above 0 where the cache came filled."""
-        if self.prompt_mask is not None:
-            real = self.prompt_mask[0].bool()
-            past_length -= int((~real).sum())
-            context = context[:, real[-context.shape[1] :].to(context.device)]
-        return context, past_length - context.shape[1]
+    def _read(self, outputs: ModelOutput, counts: torch.Tensor, rows: torch.Tensor | None) -> None:
+        """Takes over the states of committed tokens; the first time those of the prompt, without padding."""
+        context = context_states(outputs.hidden_states, self.drafter.config.target_layer_ids)
+        if self.cache is None and not self.pending:
+            real = self._prompt_columns(context, cache_length(cache_of(outputs)))
+            seen, real = real.sum(dim=1), real[:, -context.shape[1] :]
+            counts = real.sum(dim=1)
+            context = left_aligned(context, real)
+            start = seen - counts  # above 0 where the cache came filled
+            self.cache = self.drafter.new_cache(start if rows is None else start[rows.to(start.device)])
+        if rows is not None:
+            context, counts = context[rows.to(context.device)], counts[rows.to(counts.device)]
+        self.pending.append((context[:, : int(counts.max())], counts.to(context.device)))
+
+    def _prompt_columns(self, context: torch.Tensor, columns: int) -> torch.Tensor:
+        """Which columns of the cache hold a token rather than padding, (m, T) bool."""
+        if self.prompt_mask is None:
+            return torch.ones(len(context), columns, dtype=torch.bool, device=context.device)
+        return self.prompt_mask[:, :columns].bool().to(context.device).expand(len(context), -1)
+
+    def _context(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What was read since the last draft, (n, longest, L·H), and how much of it belongs to each row (n,)."""
+        (context, counts), *later = self.pending
+        if later:
+            parts = self.pending
+            real = torch.cat([torch.arange(c.shape[1], device=c.device) < n[:, None] for c, n in parts], dim=1)
+            context = left_aligned(torch.cat([c for c, _ in parts], dim=1), real)
+            counts = real.sum(dim=1)
+        self.pending = []
+        return context, counts
+
+    def _policy(self, rows: int, context: int) -> VerifyPolicy:
+        """The drafter's policy, with a profile of this pair on this machine where it needs one and has none."""
+        given = self.drafter.verify_policy
+        if self._policies[0] is not given:
+            policy = given
+            if given.sps is None and hasattr(given, "with_profile"):
+                policy = given.with_profile(quick_profile(self.target, self.drafter, rows, context))
+            self._policies = (given, policy)
+        return self._policies[1]
+
+    def _calibrated(self, confidence_logits: torch.Tensor) -> torch.Tensor:
+        """Logits (n, k) → confidences, by the temperatures of sequential temperature scaling where there are any."""
+        temperatures = self.drafter.config.sts_temperatures
+        if temperatures is not None:
+            confidence_logits = confidence_logits / confidence_logits.new_tensor(
+                temperatures[: confidence_logits.shape[1]]
+            )
+        return confidence_logits.sigmoid()
 
     def _stop(self, policy):
-        if policy.wants(torch.ones(1)) is None:
+        """Ends a block where no row wants its next token; such a decision does not depend on what follows."""
+        if not policy.cuts_draft:
             return None
-        return lambda confidence_logits: not bool(policy.wants(confidence_logits.sigmoid()).any())
+
+        def stop(confidence_logits: torch.Tensor) -> bool:
+            lengths = policy.verify_lengths(self._calibrated(confidence_logits), self.history)
+            return int(lengths.max()) < confidence_logits.shape[1]
+
+        return stop
+
+    def _drafting_processor(self, processors: RowProcessors, text: torch.Tensor):
+        rows, length = list(range(len(text))), text.shape[1]
+        return lambda prefix, scores: processors(rows, prefix[:, length:], scores)
+
+
+class OwnCache:
+    """Verify passes of one row over the target's own cache, by the steps of `generate()`."""
+
+    def __init__(self, target: PreTrainedModel, outputs: ModelOutput, model_kwargs: dict[str, Any]):
+        self.target, self.outputs, self.model_kwargs = target, outputs, model_kwargs
+        self.cache, self.width = cache_of(outputs), 0
+        check_croppable(self.cache)  # again, as its layers may have been made just now
+        self.cache.activate_past_recording()  # not before, so that sliding windows do not keep the whole prompt
+        self.cache.crop(0)
+
+    def commit(self, count: int) -> None:
+        """Keeps the first `count` tokens of the last pass."""
+        if self.width + 1 > count:
+            self.cache.crop(-(self.width + 1 - count))
+        else:
+            self.cache.crop(0)
+        update = self.target._update_model_kwargs_for_generation
+        self.model_kwargs = update(self.outputs, self.model_kwargs, num_new_tokens=count)
+
+    def verify(self, text: torch.Tensor, width: int) -> ModelOutput:
+        """One pass over the anchor and `width` candidates, the last tokens of `text` (1, T + width)."""
+        model_kwargs, self.width = dict(self.model_kwargs), width
+        if width:
+            update = self.target._update_model_kwargs_for_generation
+            model_kwargs = update(self.outputs, model_kwargs, num_new_tokens=width)
+        inputs = self.target.prepare_inputs_for_generation(text, next_sequence_length=width + 1, **model_kwargs)
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = width + 1
+        self.outputs = self.target(**inputs, return_dict=True)
+        return self.outputs
 
 
 @torch.no_grad()
@@ -169,199 +289,115 @@ def speculative_decode(
     """The decoding loop behind `target.generate(..., assistant_model=drafter)`.
 
     Args:
-        input_ids: (B, T), the prompt; empty where it was given as `inputs_embeds`.
+        input_ids: (B, P), the prompts, left-padded; empty where they were given as `inputs_embeds`.
 
     Returns:
-        The texts (B, T'), or with `return_dict_in_generate` an output with scores, logits, hidden states and attentions
-        per token as plain `generate()` gives them.
+        The texts (B, T'), right-padded, or with `return_dict_in_generate` an output with scores, logits, hidden states
+        and attentions per token as plain `generate()` gives them, and for one row the cache.
     """
-    _check_call(input_ids, model_kwargs, logits_processor, synced_gpus)
-    do_sample = generation_config.do_sample
-    steps = StepRecord(generation_config)
+    _check_call(target, input_ids, generation_config, model_kwargs, logits_processor, synced_gpus)
+    do_sample, batch_size = generation_config.do_sample, len(input_ids)
+    verify = ACCEPTANCE_RULES[drafter.acceptance_rule] if do_sample else partial(verify_block, do_sample=False)
+    steps = StepRecord(generation_config, batch_size)
+    texts = Texts(input_ids, generation_config, stopping_criteria, streamer)
     generator = DSparkCandidateGenerator(drafter, target, generation_config, logits_processor, model_kwargs)
     model_kwargs |= generator.model_kwargs_overrides
 
     outputs = target._prefill(input_ids, generation_config, model_kwargs)
+    own = OwnCache(target, outputs, model_kwargs) if batch_size == 1 else None
     cache = cache_of(outputs)
-    check_croppable(cache)  # again, as its layers may have been made just now
-    cache.activate_past_recording()  # not before, so that sliding windows do not keep the whole prompt
-    cache.crop(0)
-    logits = PositionLogits(outputs, logits_processor, generation_config, input_ids, width=0)
-    tokens = sample_token(logits(0), do_sample)[:, None]
-    draft, width, finished = None, 0, False
+    rows = None if own else TargetRows(target, cache, _real_columns(cache, batch_size, model_kwargs), model_kwargs)
+    del model_kwargs
+    logits = PositionLogits(
+        outputs, RowProcessors(logits_processor, generation_config, input_ids), input_ids.new_empty(batch_size, 0)
+    )
+    tokens, yielded = sample_token(logits(0), do_sample)[:, None], [1] * batch_size
+    draft, lengths, expected = None, None, None
 
     while True:
-        # Commit the new tokens one by one, as far as no criterion ends the text.
-        room = generation_config.max_length - input_ids.shape[1]
-        text = torch.cat([input_ids, tokens], dim=1)
-        for count in range(1, min(tokens.shape[1], room) + 1):
-            steps.add_scores(logits, count - 1)
-            finished = bool(stopping_criteria(text[:, : input_ids.shape[1] + count], steps.scores).all())
-            if streamer is not None:
-                streamer.put(tokens[:, count - 1].cpu())
-            if finished:
+        # Commit the new tokens one by one, as far as no criterion ends a row's text.
+        committed = texts.append(tokens, yielded, steps, logits)
+        steps.add_states(outputs, cache, tokens.shape[1] - 1, committed, texts.places)
+        if lengths is not None:
+            _report(texts, draft, lengths, committed, yielded, expected)
+        if own:
+            own.commit(committed[0])
+        elif lengths is not None:
+            rows.commit(committed)
+        going, kept = [i for i, ended in enumerate(texts.ended) if not ended], None
+        if len(going) < len(texts.places):
+            texts.keep(going)
+            if not going:
                 break
-        steps.add_states(outputs, cache, width, count)
-        if draft is not None:
-            last = text[:, input_ids.shape[1] + count - 1]
-            cut = finished and (count < room or bool(ends_text(last, generation_config).any()))
-            emitted = count if cut else tokens.shape[1]
-            confidence_logits = None if draft.confidence_logits is None else draft.confidence_logits[0]
-            report_round(width, min(tokens.shape[1] - 1, emitted), emitted, confidence_logits)
-            cache.crop(-(width + 1 - count))
-        input_ids = text[:, : input_ids.shape[1] + count]
-        if finished:
-            break
-        model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=count)
+            kept = torch.tensor(going, device=input_ids.device)
+            generator.keep(kept)
+            if rows:
+                rows.keep(going)
 
         # Draft, verify, keep a prefix and one token more.
-        draft, lengths = generator.propose(input_ids, outputs, lengths_like(input_ids, count))
-        width = int(lengths.max())
-        candidates = draft.token_ids[:, :width].to(input_ids.device)
-        text = torch.cat([input_ids, candidates], dim=1)
-        outputs = verify_pass(target, text, width, outputs, model_kwargs)
-        logits = PositionLogits(outputs, logits_processor, generation_config, text, width)
-        draft_logits = draft.logits[:, :width].to(input_ids.device)
-        accepted, following = verify_block(candidates, draft_logits, lengths, logits, do_sample)
-        tokens = torch.cat([candidates[:, : int(accepted[0])], following[:, None]], dim=1)
+        processors = RowProcessors(
+            logits_processor, generation_config, texts.ids, texts.lengths, texts.places, batch_size
+        )
+        anchors = texts.newest()
+        counts = torch.tensor(committed, device=input_ids.device)
+        draft, lengths = generator.propose(texts.ids, outputs, counts, processors, anchors, kept)
+        width = 0 if draft is None else draft.token_ids.shape[1]
+        if draft is not None and lengths.device.type == "cpu":  # elsewhere, asking would wait for the drafter
+            width = int(lengths.max())
+        lengths = lengths.to(input_ids.device)
+        candidates = input_ids.new_empty(len(anchors), 0)
+        if draft is not None:
+            candidates = draft.token_ids[:, :width].to(input_ids.device)
+        if own:
+            outputs = own.verify(texts.with_candidates(candidates), width)
+        else:
+            outputs = rows.verify(torch.cat([anchors[:, None], candidates], dim=1))
+        draft_logits = outputs.logits[:, :0] if draft is None else draft.logits[:, :width]
+        draft_logits = draft_logits.to(input_ids.device)
+        logits = PositionLogits(outputs, processors, candidates)
+        accepted, following = verify(candidates, draft_logits, lengths, logits)
+        tokens = torch.cat([candidates, following[:, None]], dim=1)
+        tokens = tokens.scatter(1, accepted[:, None], following[:, None])
+        if do_sample and wants_expected_acceptance():
+            expected = expected_acceptance(draft_logits, lengths, logits)
+        generator.observe(lengths, accepted + 1)
+        yielded = (accepted + 1).tolist()
 
     if streamer is not None:
         streamer.end()
-    return steps.output(input_ids, cache) if generation_config.return_dict_in_generate else input_ids
+    if generation_config.return_dict_in_generate:
+        return steps.output(texts.sequences(), cache if own else None)
+    return texts.sequences()
 
 
-def verify_pass(
-    target: PreTrainedModel, text: torch.Tensor, width: int, outputs: ModelOutput, model_kwargs: dict[str, Any]
-) -> ModelOutput:
-    """One target pass over the anchor and `width` candidates, the last tokens of `text` (B, T + width)."""
-    model_kwargs = dict(model_kwargs)
-    if width:
-        model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=width)
-    inputs = target.prepare_inputs_for_generation(text, next_sequence_length=width + 1, **model_kwargs)
-    if "logits_to_keep" in inputs:
-        inputs["logits_to_keep"] = width + 1
-    return target(**inputs, return_dict=True)
+def _report(texts: Texts, draft, lengths: torch.Tensor, committed: list[int], yielded: list[int], expected) -> None:
+    """Tells open recorders of every row's round."""
+    for i, (verified, count, whole) in enumerate(zip(lengths.tolist(), committed, yielded, strict=True)):
+        emitted = count if texts.cut_short(i) else whole
+        logits = None if draft is None or draft.confidence_logits is None else draft.confidence_logits[i]
+        chances = None if expected is None else expected[i]
+        report_round(verified, min(whole - 1, emitted), emitted, logits, chances, texts.places[i])
 
 
-def processors_of(
-    logits_processor: LogitsProcessorList | None, config: GenerationConfig, length: int
-) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """The call's processors, for one block behind a text of `length` tokens; None where there are none.
-
-    A block may run past an end token or the maximum length. What it holds there is never used, and never shown to the
-    processors, which plain `generate()` spares it too: a plan of tokens by position has run out there, and a constraint
-    has no successor to its last word.
-    """
-    if not logits_processor:
-        return None
-
-    def process(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        ended = ends_text(input_ids[:, length:], config).any(dim=-1)
-        if input_ids.shape[1] >= config.max_length or ended.all():
-            return scores
-        if not ended.any():
-            return logits_processor(input_ids, scores)
-        return scores.index_put((~ended,), logits_processor(input_ids[~ended], scores[~ended]))
-
-    return process
+def _real_columns(cache: Any, batch_size: int, model_kwargs: dict[str, Any]) -> torch.Tensor:
+    """Which columns of the cache hold a token rather than padding, (B, T) bool."""
+    columns, mask = cache_length(cache), model_kwargs.get("attention_mask")
+    if mask is None:
+        return torch.ones(batch_size, columns, dtype=torch.bool)
+    return mask[:, :columns].bool()
 
 
-def ends_text(token_ids: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
-    """Which tokens are end tokens, of the same shape."""
-    ends = config._eos_token_tensor
-    return torch.zeros_like(token_ids, dtype=torch.bool) if ends is None else torch.isin(token_ids, ends.to(token_ids))
-
-
-class PositionLogits:
-    """The target's logits after one pass, processed position by position: most processors look at the text so far, and
-    those of a token that comes after a refused one are never needed.
-
-    Args:
-        text: (B, T + width), whose last `width` tokens are candidates.
-    """
-
-    def __init__(
-        self,
-        outputs: ModelOutput,
-        logits_processor: LogitsProcessorList,
-        config: GenerationConfig,
-        text: torch.Tensor,
-        width: int,
-    ):
-        self.raw = outputs.logits[:, -width - 1 :]
-        self.text, self.length = text, text.shape[1] - width
-        self.processor = processors_of(logits_processor, config, self.length)
-        self.processed: dict[int, torch.Tensor] = {}
-
-    def __call__(self, position: int, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """Processed logits of the token at `position` 0..width of the rows asked for, (n, V) float32."""
-        rows = torch.arange(len(self.text), device=self.text.device) if rows is None else rows
-        scores = self.raw_logits(position)[rows]
-        if self.processor is not None:
-            scores = self.processor(self.text[rows, : self.length + position], scores)
-        self.processed[position] = scores
-        return scores
-
-    def raw_logits(self, position: int) -> torch.Tensor:
-        """(B, V) float32, a copy."""
-        return self.raw[:, position].to(self.text.device, torch.float32, copy=True)
-
-
-class StepRecord:
-    """What `return_dict_in_generate` asks for, one entry per token."""
-
-    def __init__(self, config: GenerationConfig):
-        wanted = config.return_dict_in_generate
-        self.scores = () if wanted and config.output_scores else None
-        self.logits = () if wanted and config.output_logits else None
-        self.hidden_states = () if wanted and config.output_hidden_states else None
-        self.attentions = () if wanted and config.output_attentions else None
-
-    def add_scores(self, logits: PositionLogits, position: int) -> None:
-        if self.scores is not None:
-            self.scores += (logits.processed[position],)
-        if self.logits is not None:
-            self.logits += (logits.raw_logits(position),)
-
-    def add_states(self, outputs: ModelOutput, cache: Cache, width: int, count: int) -> None:
-        """The states of a pass over width + 1 tokens, cut into those of its first `count` tokens: (B, 1, H) per layer,
-        and attentions (B, heads, 1, keys that it could see). Those of the prefill and of a single token stay whole."""
-        for name in ("hidden_states", "attentions"):
-            if getattr(self, name) is None:
-                continue
-            layers, steps = getattr(outputs, name), ()
-            for i in range(count):
-                if width == 0:
-                    steps += (layers,)
-                elif name == "hidden_states":
-                    steps += (tuple(layer[:, i : i + 1] for layer in layers),)
-                else:
-                    steps += (
-                        tuple(
-                            layer[:, :, i : i + 1, key_columns(cache, j, layer.shape[-1], width - i)]
-                            for j, layer in enumerate(layers)
-                        ),
-                    )
-            setattr(self, name, getattr(self, name) + steps)
-
-    def output(self, sequences: torch.Tensor, cache) -> GenerateDecoderOnlyOutput:
-        states = {name: getattr(self, name) for name in ("scores", "logits", "hidden_states", "attentions")}
-        return GenerateDecoderOnlyOutput(sequences=sequences, **states, **{CACHE_NAME: cache})
-
-
-def lengths_like(input_ids: torch.Tensor, count: int) -> torch.Tensor:
-    """(B,) filled with `count`."""
-    return input_ids.new_full((len(input_ids),), count)
-
-
-def _check_call(input_ids, model_kwargs, logits_processor, synced_gpus) -> None:
-    if len(input_ids) != 1:
-        raise ValueError(f"the batch has {len(input_ids)} rows, expected 1")
+def _check_call(target, input_ids, generation_config, model_kwargs, logits_processor, synced_gpus) -> None:
     if synced_gpus:
         raise ValueError("synced_gpus is True, expected False: the ranks' rounds differ in number (FSDP, ZeRO-3)")
-    if model_kwargs.get(CACHE_NAME) is None:
+    cache = model_kwargs.get(CACHE_NAME)
+    if cache is None:
         raise ValueError("the target was called without a cache, which speculative decoding needs")
-    check_croppable(model_kwargs[CACHE_NAME])
+    check_croppable(cache)
     for processor in logits_processor:
         if isinstance(processor, _STATEFUL_PROCESSORS):
             raise ValueError(f"{type(processor).__name__} keeps a state of its own, which drafting would advance")
+    if len(input_ids) > 1:
+        check_rows(target, cache)
+        if generation_config.return_dict_in_generate and generation_config.output_attentions:
+            raise ValueError("output_attentions is True, expected False for a batch: its rows differ in length")

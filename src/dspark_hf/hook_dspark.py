@@ -6,6 +6,7 @@ prompt lookup, early exit and MTP go transformers' own way. They keep no state, 
 file are loaded (drafters often come as remote code, each with its own), and can be taken out again.
 """
 
+import copy
 import functools
 import inspect
 import os
@@ -54,6 +55,8 @@ def _wrap_validate(original: Callable) -> Callable:
         drafter = _drafter(generation_mode_kwargs.get("assistant_model"), generation_config)
         if drafter is not None:
             drafter.check_generation(self, generation_config)
+            generation_config = copy.copy(generation_config)
+            generation_config.num_return_sequences = 1  # refused there, as several rows are by transformers' own loop
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
 
     return _validate_generation_mode

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from .backbone_dspark import RMS_NORMS, ContextCache, DSparkDecoderLayer, DSparkRotaryEmbedding
+from .backbone_dspark import RMS_NORMS, DSparkDecoderLayer, DSparkRotaryEmbedding
 from .configuration_dspark import DSparkConfig
 from .generation_dspark import DSparkCandidateGenerator, check_generation, speculative_decode
 from .heads_dspark import MARKOV_HEAD_CLASSES, ConfidenceHead
@@ -31,6 +31,7 @@ from .objective_dspark import (
     sample_anchors,
     text_positions,
 )
+from .rows_dspark import RowCache
 from .scheduling_dspark import FixedLength, VerifyPolicy
 from .target_dspark import target_states
 from .vocabulary_dspark import VocabularyMixin
@@ -52,7 +53,7 @@ class DSparkDraftOutput(ModelOutput):
     confidence_logits: torch.FloatTensor | None = None
     hidden_states: torch.FloatTensor | None = None
     base_logits: torch.FloatTensor | None = None
-    cache: ContextCache | None = None
+    cache: RowCache | None = None
 
 
 @dataclass
@@ -108,6 +109,7 @@ class DSparkDrafterModel(VocabularyMixin, PreTrainedModel):
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
         self._init_vocabulary(config)
         self.verify_policy: VerifyPolicy = FixedLength()
+        self.acceptance_rule = "token"  # or "block", see `verification_dspark`
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -150,9 +152,9 @@ class DSparkDrafterModel(VocabularyMixin, PreTrainedModel):
         """The drafting half alone, for transformers' own assisted loop."""
         return DSparkCandidateGenerator(self, target, generation_config, logits_processor, model_kwargs)
 
-    def new_cache(self, start: int = 0) -> ContextCache:
-        """An empty draft cache whose first row will sit at absolute position `start`."""
-        return ContextCache(start)
+    def new_cache(self, start: int | torch.Tensor = 0) -> RowCache:
+        """An empty draft cache whose rows will start at absolute position `start`, an int or (B,)."""
+        return RowCache(start)
 
     # ------------------------------------------------------------------------------------------------------ drafting
 
@@ -161,7 +163,7 @@ class DSparkDrafterModel(VocabularyMixin, PreTrainedModel):
         self,
         context_hidden_states: torch.Tensor,
         anchor_ids: torch.Tensor,
-        cache: ContextCache | None = None,
+        cache: RowCache | None = None,
         num_tokens: int | None = None,
         do_sample: bool = False,
         logits_processor: Callable | None = None,
@@ -182,13 +184,13 @@ class DSparkDrafterModel(VocabularyMixin, PreTrainedModel):
             logits_processor: called as `(prefix ids, logits (B, V)) -> logits` before each token; needs `input_ids`.
             input_ids: (B, T), each row's text up to and including the anchor.
             context_lengths: (B,), how many of the n new context rows each row really has; all by default.
-            stop: called before each token with that token's confidence logits (B,); true ends the block there.
+            stop: called before token k with the confidence logits of tokens 0..k (B, k + 1); true ends the block there.
             target: lends its embedding and head where the drafter has none.
 
         Raises:
             ValueError: for shapes or counts that do not fit, before anything is computed.
         """
-        cache = ContextCache() if cache is None else cache
+        cache = RowCache() if cache is None else cache
         self._check_draft(context_hidden_states, anchor_ids, cache, num_tokens, logits_processor, input_ids)
         self.check_lender(target)
         batch_size = len(anchor_ids)
@@ -203,10 +205,10 @@ class DSparkDrafterModel(VocabularyMixin, PreTrainedModel):
         for k in range(limit):
             embedding = self.markov_head.embed(previous) if self.markov_head is not None else None
             if has_confidence:
-                confidence = self.confidence_head(hidden[:, k], embedding)
-                if stop is not None and stop(confidence):
+                confidences.append(self.confidence_head(hidden[:, k], embedding))
+                if stop is not None and stop(torch.stack(confidences, dim=1)):
+                    confidences.pop()
                     break
-                confidences.append(confidence)
             step_logits = base_logits[:, k]
             if self.markov_head is not None:
                 latent, state = self.markov_head.latent(embedding, hidden[:, k], state)
@@ -232,7 +234,7 @@ class DSparkDrafterModel(VocabularyMixin, PreTrainedModel):
             cache=cache,
         )
 
-    def _draft_backbone(self, embeds, context_hidden_states, context_lengths, cache: ContextCache) -> torch.Tensor:
+    def _draft_backbone(self, embeds, context_hidden_states, context_lengths, cache: RowCache) -> torch.Tensor:
         """One pass over the block, (B, γ, H) → h (B, γ, H); the new context rows enter `cache`."""
         batch_size, count = context_hidden_states.shape[:2]
         device, dtype, block_size = embeds.device, embeds.dtype, embeds.shape[1]

@@ -13,12 +13,17 @@ Shapes: B texts of T tokens, A anchors, γ slots, N supervised slots in all, V v
 documents may share a row of tokens; `document_ids` (B, T) then tells them apart, and no block or anchor crosses them.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+KEPT_CHUNKS = 6  # whose logits wait for the backward, which takes them first; those of the others are made again
+CACHED_LOGITS = 2**19  # float32 numbers, of which a handful of tensors fit into a CPU's cache
 
 
 @dataclass(frozen=True)
@@ -170,33 +175,81 @@ def total_weight(slot_mask: torch.Tensor, objective: Objective) -> torch.Tensor:
 def slot_losses(
     draft_logits: torch.Tensor,
     labels: torch.Tensor,
-    teacher_logits: torch.Tensor | None = None,
-    teacher_logsumexp: torch.Tensor | None = None,
+    teacher: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
     with_kl: bool = False,
 ) -> torch.Tensor:
-    """CE, L1 and, if asked for, KL of each slot, (2 or 3, N) float32.
+    """CE, L1 and, if asked for, KL of each slot, (2 or 3, N) float32; without a graph, see `slot_gradients`.
 
     Args:
         draft_logits: (N, D).
         labels: (N,), indices into the draft vocabulary; −100 where the label lies outside it, CE 0 there.
-        teacher_logits: (N, D), the target's logits of the draft vocabulary; None leaves L1 at 0.
-        teacher_logsumexp: (N,), the target's normaliser where D is less than its vocabulary; the mass outside is out of
-            the draft's reach: it counts in full in L1, and not in KL, where it would be infinite.
+        teacher: (n, D) float32, the target's chances of the draft vocabulary; None leaves L1 at 0. What they lack of 1
+            is out of the draft's reach: it counts in full in L1, and not in KL, where it would be infinite.
+        rows: (N,), each slot's row of `teacher`.
     """
-    log_draft = draft_logits.float().log_softmax(dim=-1)
-    ce = F.nll_loss(log_draft, labels, reduction="none", ignore_index=-100)
-    if teacher_logits is None:
-        return torch.stack([ce, torch.zeros_like(ce)])
-    if teacher_logsumexp is None:
-        log_teacher, outside = teacher_logits.float().log_softmax(dim=-1), 0.0
-    else:
-        log_teacher = teacher_logits.float() - teacher_logsumexp[:, None]
-        outside = (1.0 - log_teacher.exp().sum(dim=-1)).clamp(min=0.0)
-    teacher = log_teacher.exp()
-    losses = [ce, (log_draft.exp() - teacher).abs().sum(dim=-1) + outside]
-    if with_kl:
-        losses.append((teacher * (log_teacher - log_draft)).sum(dim=-1))
-    return torch.stack(losses)
+    losses = draft_logits.new_zeros(3 if with_kl else 2, len(labels), dtype=torch.float32)
+    for part in _cached_parts(draft_logits):
+        log_draft = draft_logits[part].log_softmax(dim=-1, dtype=torch.float32)
+        losses[0, part] = F.nll_loss(log_draft, labels[part], reduction="none", ignore_index=-100)
+        if teacher is not None:
+            taught = teacher[rows[part]]
+            outside = (1.0 - taught.sum(dim=-1)).clamp(min=0.0)
+            if with_kl:
+                losses[2, part] = F.kl_div(log_draft, taught, reduction="none").sum(dim=-1)
+            losses[1, part] = taught.sub_(log_draft.exp_()).abs_().sum(dim=-1) + outside
+    return losses
+
+
+def slot_gradients(
+    weights: torch.Tensor,
+    draft_logits: torch.Tensor,
+    labels: torch.Tensor,
+    teacher: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Gradient (N, D) of Σ weights · `slot_losses`, weights (2 or 3, N), with respect to the draft logits z:
+
+    ∂CE/∂z = p_d − 1_x,   ∂L1/∂z = p_d ∘ (s − Σ_v p_d s) with s = sign(p_d − p_t),   ∂KL/∂z = p_d Σ_v p_t − p_t
+    """
+    gradient = torch.empty_like(draft_logits)
+    of_ce, of_l1, *of_kl = weights[..., None]
+    of_ce = of_ce.masked_fill(labels[:, None] < 0, 0.0)
+    index = labels[:, None].clamp(min=0)
+    for part in _cached_parts(draft_logits):
+        draft, of_draft = draft_logits[part].softmax(dim=-1, dtype=torch.float32), of_ce[part]
+        if teacher is None:
+            values = draft.mul_(of_draft)
+        else:
+            taught = teacher[rows[part]]
+            values = torch.sub(draft, taught).sign_().mul_(draft)
+            of_draft = of_draft - of_l1[part] * values.sum(dim=-1, keepdim=True)
+            if of_kl:
+                of_draft = of_draft + of_kl[0][part] * taught.sum(dim=-1, keepdim=True)
+            values.mul_(of_l1[part]).addcmul_(draft, of_draft)
+            if of_kl:
+                values.sub_(taught.mul_(of_kl[0][part]))
+        gradient[part] = values.scatter_add_(1, index[part], -of_ce[part])
+    return gradient
+
+
+def _cached_parts(logits: torch.Tensor) -> list[slice]:
+    """Runs of rows that a CPU works on within its cache: there memory, not arithmetic, is what the losses wait for."""
+    height = max(1, CACHED_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(logits))
+    return [slice(start, start + height) for start in range(0, len(logits), height)]
+
+
+class _WithGradient(torch.autograd.Function):
+    """Losses computed before, given the gradient of `slot_gradients`; the logits alone are kept for it."""
+
+    @staticmethod
+    def forward(ctx, draft_logits, losses, labels, teacher, rows):
+        ctx.save_for_backward(draft_logits, labels, teacher, rows)
+        return losses.clone()
+
+    @staticmethod
+    def backward(ctx, weights):
+        return slot_gradients(weights, *ctx.saved_tensors), None, None, None, None
 
 
 def chunked_slot_losses(
@@ -211,10 +264,11 @@ def chunked_slot_losses(
     chunk_size: int,
     with_kl: bool = False,
 ) -> torch.Tensor:
-    """`slot_losses` with the logits of `chunk_size` slots alive at a time, recomputed in the backward.
+    """`slot_losses` of slots whose logits are made `chunk_size` slots at a time, again in the backward.
 
-    Slots are taken in the order of the text position they are taught by, so that the slots of overlapping blocks share
-    one teacher row.
+    Slots are taken in the order of the text position they are taught by, since slots of overlapping blocks share one
+    teacher row: the teacher runs once per position, `chunk_size` positions at a time, and once more in the backward.
+    Peak memory is that of some ten chunks' logits, however many slots there are.
 
     Args:
         draft_head: hidden (n, H), latent (n, r) or None → draft logits (n, D).
@@ -222,26 +276,39 @@ def chunked_slot_losses(
         hidden, latents, labels: (N, H), (N, r) or None, (N,).
         teacher_states: (B·T, H) states after the target's final norm, or None.
         teacher_rows: (N,), each slot's row of `teacher_states`.
-        teacher_logsumexp: (B·T,) or None.
+        teacher_logsumexp: (B·T,), the target's normaliser where D is less than its vocabulary, else None.
     """
-
-    def chunk_losses(hidden, latents, labels, rows):
-        teacher, normaliser = None, None
-        if teacher_states is not None:
-            with torch.no_grad():
-                unique, inverse = rows.unique(return_inverse=True)
-                teacher = teacher_head(teacher_states[unique])[inverse]
-                normaliser = None if teacher_logsumexp is None else teacher_logsumexp[rows]
-        return slot_losses(draft_head(hidden, latents), labels, teacher, normaliser, with_kl)
-
-    if len(teacher_rows) <= chunk_size:  # nothing to save by recomputing
-        return chunk_losses(hidden, latents, labels, teacher_rows)
     order = teacher_rows.argsort(stable=True)
+    positions, ranks = teacher_rows[order].unique_consecutive(return_inverse=True)
+
+    @lru_cache(maxsize=1)  # the chunks of one group follow each other, forwards and backwards
+    @torch.no_grad()
+    def teacher(group: int) -> torch.Tensor | None:
+        if teacher_states is None:
+            return None
+        rows = positions[group * chunk_size : (group + 1) * chunk_size]
+        logits = teacher_head(teacher_states[rows])
+        if teacher_logsumexp is None:
+            return logits.softmax(dim=-1, dtype=torch.float32)
+        return (logits.float() - teacher_logsumexp[rows, None]).exp_()
+
+    def chunk_losses(hidden, latents, labels, group, rows, known):
+        logits, taught = draft_head(hidden, latents), teacher(group)
+        if not known:  # the second time, logits are made for the gradient only
+            known.append(slot_losses(logits.detach(), labels, taught, rows, with_kl))
+        return _WithGradient.apply(logits, known[0], labels, taught, rows)
+
+    sizes = (ranks // chunk_size).bincount(minlength=1).tolist()
+    chunks = []
+    for group, members in enumerate(zip(order.split(sizes), (ranks % chunk_size).split(sizes), strict=True)):
+        count = max(1, math.ceil(sizes[group] / chunk_size))
+        chunks += [(group, *chunk) for chunk in zip(*(part.tensor_split(count) for part in members), strict=True)]
     losses = []
-    for picked in order.split(chunk_size):
-        latent = None if latents is None else latents[picked]
-        chunk = (hidden[picked], latent, labels[picked], teacher_rows[picked])
-        losses.append(checkpoint(chunk_losses, *chunk, use_reentrant=False))
+    for left, (group, slots, rows) in zip(range(len(chunks), 0, -1), chunks, strict=True):
+        latent = None if latents is None else latents[slots]
+        chunk = (hidden[slots], latent, labels[slots], group, rows, [])
+        kept = left <= KEPT_CHUNKS
+        losses.append(chunk_losses(*chunk) if kept else checkpoint(chunk_losses, *chunk, use_reentrant=False))
     return torch.cat(losses, dim=1)[:, order.argsort()]
 
 

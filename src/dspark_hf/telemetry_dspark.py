@@ -23,12 +23,18 @@ class SpeculationStats:
     acceptance_lengths: tokens a round yielded, the bonus token included; a round that ends the text inside its accepted
         tokens (an end token, a stop string) has no bonus token. A cut by the maximum length is not counted.
     confidence_logits: of each round's proposed tokens; empty where the drafter has no confidence head.
+    expected_acceptance: if asked for, and only in sampling, of each round's proposed tokens the chance that the target
+        keeps a draw at that position behind the tokens drafted before it, Σ_v min(p, q).
+    rows: the row of its batch that each round belongs to.
     """
 
     proposal_lengths: list[int] = field(default_factory=list)
     accepted_lengths: list[int] = field(default_factory=list)
     acceptance_lengths: list[int] = field(default_factory=list)
     confidence_logits: list[list[float]] = field(default_factory=list)
+    expected_acceptance: list[list[float]] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    wants_expected: bool = False
 
     @property
     def acceptance_length(self) -> float:
@@ -55,11 +61,21 @@ class SpeculationStats:
             result.append(sum(kept) / len(kept) if kept else float("nan"))
         return result
 
-    def add_round(self, proposed: int, accepted: int, emitted: int, confidence_logits: list[float]) -> None:
+    def add_round(
+        self,
+        proposed: int,
+        accepted: int,
+        emitted: int,
+        confidence_logits: list[float],
+        expected_acceptance: list[float],
+        row: int,
+    ) -> None:
         self.proposal_lengths.append(proposed)
         self.accepted_lengths.append(accepted)
-        self.confidence_logits.append(confidence_logits)
         self.acceptance_lengths.append(emitted)
+        self.confidence_logits.append(confidence_logits)
+        self.expected_acceptance.append(expected_acceptance)
+        self.rows.append(row)
 
 
 def _recorders() -> list[tuple[int, SpeculationStats]]:
@@ -71,10 +87,14 @@ def _recorders() -> list[tuple[int, SpeculationStats]]:
 
 
 @contextmanager
-def record_speculation() -> Iterator[SpeculationStats]:
+def record_speculation(expected: bool = False) -> Iterator[SpeculationStats]:
     """Records the rounds of every `generate()` call inside: those of this thread, and those of threads that have no
-    recorder of their own (a text is often streamed from a second thread)."""
-    entry = (threading.get_ident(), SpeculationStats())
+    recorder of their own (a text is often streamed from a second thread).
+
+    Args:
+        expected: also compute `expected_acceptance`, at the price of a pass over the vocabulary per position.
+    """
+    entry = (threading.get_ident(), SpeculationStats(wants_expected=expected))
     _recorders().append(entry)
     try:
         yield entry[1]
@@ -82,12 +102,32 @@ def record_speculation() -> Iterator[SpeculationStats]:
         _recorders().remove(entry)  # in one step, as other threads open and close theirs
 
 
-def report_round(proposed: int, accepted: int, emitted: int, confidence_logits: torch.Tensor | None = None) -> None:
-    """Tells the open recorders of one row's round, with the confidence logits (n,) of its proposed tokens."""
+def _listening() -> list[SpeculationStats]:
     entries = list(_recorders())
     own = [stats for thread, stats in entries if thread == threading.get_ident()]
-    recorders = own or [stats for _, stats in entries]
+    return own or [stats for _, stats in entries]
+
+
+def wants_expected_acceptance() -> bool:
+    """Whether an open recorder asks for `expected_acceptance`."""
+    return any(stats.wants_expected for stats in _listening())
+
+
+def report_round(
+    proposed: int,
+    accepted: int,
+    emitted: int,
+    confidence_logits: torch.Tensor | None = None,
+    expected_acceptance: torch.Tensor | None = None,
+    row: int = 0,
+) -> None:
+    """Tells the open recorders of one row's round, with the confidence logits (n,) and expected acceptance (n,) of its
+    proposed tokens."""
+    recorders = _listening()
     # Read off the device only where somebody listens.
-    logits = confidence_logits[:proposed].tolist() if recorders and confidence_logits is not None else []
+    values = [
+        tensor[:proposed].tolist() if recorders and tensor is not None else []
+        for tensor in (confidence_logits, expected_acceptance)
+    ]
     for stats in recorders:
-        stats.add_round(proposed, accepted, emitted, logits)
+        stats.add_round(proposed, accepted, emitted, *values, row)

@@ -6,13 +6,16 @@ import typer
 
 from .bench import bench
 from .cache import cache
+from .calibrate import calibrate
 from .demo import demo
+from .doctor import doctor
 from .generate import generate
+from .profile import profile
 from .regenerate import regenerate
 from .train import train
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="DSpark speculative decoding.")
-for verb in (demo, generate, regenerate, train):
+for verb in (calibrate, demo, doctor, generate, profile, regenerate, train):
     app.command()(verb)
 app.add_typer(bench, name="bench")
 app.add_typer(cache, name="cache")

@@ -1,6 +1,7 @@
-"""`dspark bench`: plain and drafted generation side by side, as JSON and a table; `dspark bench train`: what training
-costs."""
+"""`dspark bench`: plain and drafted generation side by side, as JSON and a table; `dspark bench batch`: the same for
+batches, by policy; `dspark bench train`: what training costs."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Annotated
@@ -12,13 +13,16 @@ from rich.progress import track
 from rich.table import Table
 
 from ..demo_target import demo_target_path
-from ..evaluation.benchmark import Arm, parse_policy, run_benchmark
+from ..evaluation.batch_benchmark import run_batch_benchmark, scheduling_cost
+from ..evaluation.benchmark import SCHEDULERS, Arm, parse_policy, run_benchmark
 from ..evaluation.loading import load_pair, load_prompts, load_target
 from ..evaluation.training_benchmark import objective_benchmark, throughput_benchmark
+from ..profile_dspark import SPSProfile
 from ..training.manifest import human_size
 from ..training.recipe import Recipe
 from .demo import BUNDLED_DRAFTER
 
+POLICY_HELP = "fixed:N, threshold:T, prefix, stale or lookahead; may be given again."
 bench = typer.Typer(invoke_without_command=True, help="Measures generation with and without the drafter.")
 
 
@@ -29,7 +33,8 @@ def decode(
     drafter: Annotated[str, typer.Option(help="Folder or Hub id.")] = str(BUNDLED_DRAFTER),
     prompts: Annotated[str, typer.Option(help="JSONL of {'turns': [...]}, or gsm8k_test, chat_test.")] = "gsm8k_test",
     limit: Annotated[int, typer.Option(help="Prompts to take.")] = 50,
-    policy: Annotated[list[str] | None, typer.Option(help="fixed:N or threshold:T; may be given again.")] = None,
+    policy: Annotated[list[str] | None, typer.Option(help=POLICY_HELP)] = None,
+    profile: Annotated[Path | None, typer.Option(help="SPS profile of `dspark profile`, for schedulers.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Length of an answer.")] = 128,
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     pack: Annotated[bool, typer.Option(help="Pack linear layers for the CPU.")] = True,
@@ -48,14 +53,60 @@ def decode(
         arms.append(Arm("plain, not packed", load_target(name, pack=False)[0], {}))
     if rivals:
         arms.append(Arm("prompt lookup", packed, {"prompt_lookup_num_tokens": 7}))
-    for text in policy or ["fixed"]:
-        arms.append(Arm(f"dspark {text}", packed, {"assistant_model": model}, parse_policy(text)))
+    arms += _drafted(policy or ["fixed"], packed, model, profile)
     result = run_benchmark(
         arms, tokenizer, load_prompts(prompts, limit), max_new_tokens, lambda items: track(items, "prompts")
     )
     result["settings"] |= {"prompt_set": prompts, "dtype": str(packed.dtype), "packed": pack}
     write(result, output)
     Console().print(table(result))
+
+
+@bench.command()
+def batch(
+    target: Annotated[str | None, typer.Option(help="Folder or Hub id; the demo's by default.")] = None,
+    drafter: Annotated[str, typer.Option(help="Folder or Hub id.")] = str(BUNDLED_DRAFTER),
+    prompts: Annotated[str, typer.Option(help="JSONL of {'turns': [...]}, or gsm8k_test, chat_test.")] = "gsm8k_test",
+    size: Annotated[list[int] | None, typer.Option(help="Rows of a batch; may be given again.")] = None,
+    policy: Annotated[list[str] | None, typer.Option(help=POLICY_HELP)] = None,
+    profile: Annotated[Path | None, typer.Option(help="SPS profile of `dspark profile`, for schedulers.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Length of an answer.")] = 64,
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    output: Annotated[Path, typer.Option(help="Where the JSON goes; the figure beside it.")] = Path("runs/batch.json"),
+) -> None:
+    """Measures batches: tokens/s of plain and drafted generation by size and policy, and the cost of scheduling."""
+    if threads:
+        torch.set_num_threads(threads)
+    packed, tokenizer, model = load_pair(target or str(demo_target_path()), drafter)
+    names = policy or ["fixed", "fixed:2", "threshold:0.4", "prefix", "stale", "lookahead"]
+    arms = [Arm("plain", packed, {}), *_drafted(names, packed, model, profile)]
+    sizes = size or [1, 2, 4, 8, 16]
+    result = run_batch_benchmark(
+        arms, tokenizer, load_prompts(prompts, 100), sizes, max_new_tokens, progress=lambda work: track(work, "batches")
+    )
+    result["scheduling_seconds"] = {rows: scheduling_cost(rows) for rows in (1, 16, 256)}
+    result["settings"] |= {"prompt_set": prompts, "dtype": str(packed.dtype)}
+    write(result, output)
+    rows = Table("tokens/s", *map(str, sizes), box=None)
+    for name, arm in result["summary"].items():
+        rows.add_row(name, *(f"{arm[size]['tokens_per_second']:.1f} ({arm[size]['ratio']:.2f})" for size in sizes))
+    console = Console()
+    console.print(rows)
+    for count, seconds in result["scheduling_seconds"].items():
+        console.print(f"scheduling {count} requests takes {seconds * 1e6:.0f} µs")
+    if importlib.util.find_spec("matplotlib"):
+        from ..evaluation.plots import plot_batches
+
+        plot_batches(result, output.with_suffix(".png"))
+
+
+def _drafted(names: list[str], target, drafter, profile: Path | None) -> list[Arm]:
+    """One arm per policy. Schedulers share one profile, measured here unless one is given."""
+    curve = None
+    if any(name in SCHEDULERS for name in names):
+        curve = SPSProfile.load(profile) if profile else SPSProfile.measure(target, drafter, rows=(1, 2, 4, 8, 16))
+    options = {"assistant_model": drafter}
+    return [Arm(f"dspark {name}", target, options, parse_policy(name, curve)) for name in names]
 
 
 @bench.command()

@@ -19,24 +19,38 @@ def decode_prompts(
     temperature: float = 0.0,
     seed: int = 0,
     progress: Callable[[Iterable], Iterable] = iter,
+    batch_size: int = 1,
+    expected: bool = False,
 ) -> SpeculationStats:
-    """Decodes prompts (T,) one by one and returns what speculation did. The global random state is left as it was.
+    """Decodes prompts (T,) and returns what speculation did. The global random state is left as it was.
 
     Args:
         temperature: 0 for greedy decoding.
-        seed: of each prompt's draws.
+        seed: of each batch's draws.
+        batch_size: prompts decoded together, which changes no prompt's acceptance.
+        expected: also compute the expected acceptance of every token.
     """
     options: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}  # the target's whole distribution
     devices = [target.device] if target.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), record_speculation() as stats:
-        for prompt in progress(prompts):
+    prompts = list(prompts)
+    batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
+    with torch.random.fork_rng(devices), record_speculation(expected) as stats:
+        for batch in progress(batches):
             torch.manual_seed(seed)
-            ids = prompt[None].to(target.device)
-            mask = torch.ones_like(ids)
-            target.generate(ids, attention_mask=mask, assistant_model=drafter, max_new_tokens=max_new_tokens, **options)
+            inputs = {key: value.to(target.device) for key, value in left_padded(batch).items()}
+            target.generate(**inputs, assistant_model=drafter, max_new_tokens=max_new_tokens, **options)
     return stats
+
+
+def left_padded(texts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`input_ids` and `attention_mask` (B, T) of texts (T_i,)."""
+    width = max(len(text) for text in texts)
+    pad = torch.nn.functional.pad
+    ids = torch.stack([pad(text, (width - len(text), 0)) for text in texts])
+    mask = torch.stack([pad(torch.ones_like(text), (width - len(text), 0)) for text in texts])
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 def acceptance_metrics(stats: SpeculationStats) -> dict[str, float]:

@@ -4,8 +4,6 @@ Every arm decodes greedily and is compared with the first one token by token; ac
 together. The result is plain data, from which tables and plots are made.
 """
 
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -13,9 +11,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import transformers
 
-from ..scheduling_dspark import ConfidenceThreshold, FixedLength, VerifyPolicy
+from ..profile_dspark import SPSProfile
+from ..profiling_dspark import is_loaded, machine
+from ..scheduling_dspark import (
+    ConfidenceThreshold,
+    FixedLength,
+    LookaheadScheduler,
+    PrefixScheduler,
+    StalePrefixScheduler,
+    VerifyPolicy,
+)
 from ..telemetry_dspark import record_speculation
 from .comparison import first_difference
 from .loading import chat_inputs
@@ -31,17 +37,22 @@ class Arm:
     policy: VerifyPolicy | None = None
 
 
-def parse_policy(text: str) -> VerifyPolicy:
-    """`fixed`, `fixed:3` or `threshold:0.4`."""
+SCHEDULERS = {"prefix": PrefixScheduler, "stale": StalePrefixScheduler, "lookahead": LookaheadScheduler}
+
+
+def parse_policy(text: str, profile: SPSProfile | None = None) -> VerifyPolicy:
+    """`fixed`, `fixed:3`, `threshold:0.4`, or a scheduler over `profile`: `prefix`, `stale`, `lookahead`."""
     kind, _, value = text.partition(":")
     try:
         if kind == "fixed":
             return FixedLength(int(value) if value else None)
         if kind == "threshold":
             return ConfidenceThreshold(float(value))
+        if kind in SCHEDULERS and not value:
+            return SCHEDULERS[kind](profile)
     except ValueError as error:
         raise ValueError(f"policy {text!r}: {error}") from None
-    raise ValueError(f"policy is {text!r}, expected fixed, fixed:N or threshold:T")
+    raise ValueError(f"policy is {text!r}, expected fixed, fixed:N, threshold:T or one of {list(SCHEDULERS)}")
 
 
 def run_benchmark(
@@ -60,7 +71,7 @@ def run_benchmark(
     """
     for arm in arms:
         _generate(arm, chat_inputs(tokenizer, prompts[0], arm.target.device), 8)
-    busy = os.getloadavg()[0] > torch.get_num_threads() + 1
+    busy = is_loaded()
     rows = []
     for index, prompt in enumerate(progress(prompts)):
         shift = index % len(arms)
@@ -122,19 +133,3 @@ def summarise(rows: list[dict[str, Any]], name: str, baseline: str) -> dict[str,
         "texts_that_differ": len(differences),
         "of_these_near_ties": sum(difference["near_tie"] for difference in differences),
     }
-
-
-def machine() -> dict[str, Any]:
-    """Versions and hardware, as they bear on a figure."""
-    return {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "processor": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name(),
-        "threads": torch.get_num_threads(),
-    }
-
-
-def _cpu_name() -> str:
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{platform.processor() or platform.machine()} ({capability}, {os.cpu_count()} cores)"
