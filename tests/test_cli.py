@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import dspark_hf.cli
 from dspark_hf import ConfidenceThreshold, FixedLength, record_speculation
+from dspark_hf.baselines import Eagle3DrafterModel
 from dspark_hf.cli.generate import ACCEPTED, ColourStreamer
 from dspark_hf.evaluation.benchmark import Arm, parse_policy, run_benchmark
 from dspark_hf.evaluation.comparison import first_difference
@@ -184,3 +185,19 @@ def test_bench_batch(target_folder, tmp_path):
     assert output.with_suffix(".png").read_bytes()[1:4] == b"PNG"
     with pytest.raises(ValueError, match="9 prompts were given, expected 16 for a batch of 16"):
         run(*command, "--size", "16", "--policy", "fixed", "--output", str(output))
+
+
+@pytest.mark.parametrize("name", ["vanilla", "dflash", "eagle3"])
+def test_any_drafter_is_loaded_and_profiled(target_folder, name):
+    """The rivals by the same commands, from their own checkpoints."""
+    target, tokenizer, drafter = load_pair(target_folder, str(FIXTURES / f"drafter_qwen3_{name}"), pack=False)
+    assert isinstance(drafter, Eagle3DrafterModel) == (name == "eagle3")
+    inputs = tokenizer(PROMPTS[2], return_tensors="pt", return_token_type_ids=False)
+    plain = target.generate(**inputs, max_new_tokens=16, do_sample=False)
+    drafter.verify_policy = FixedLength(3)
+    with record_speculation() as stats:
+        assert torch.equal(
+            target.generate(**inputs, max_new_tokens=16, do_sample=False, assistant_model=drafter), plain
+        )
+    assert set(stats.proposal_lengths) == {3}
+    assert SPSProfile.measure(target, drafter, widths=(1, 2), context=20, repeats=1).tokens == [1, 2]

@@ -427,7 +427,8 @@ def test_bypass():
         history.observe(torch.full((1, 1), 0.01) if limit else None, torch.tensor([0]), torch.tensor([1]))
     waits = [len(list(group)) for drafted, group in itertools.groupby(rounds) if not drafted]
     assert waits[:5] == [8, 16, 32, 64, 64]
-    assert {len(list(group)) for drafted, group in itertools.groupby(rounds) if drafted} == {5}  # lose 0.136 steps each
+    tries = [len(list(group)) for drafted, group in itertools.groupby(rounds) if drafted]
+    assert tries[:5] == [9, 4, 4, 4, 4]  # lose 0.136 steps each
     good = history_of(*[torch.full((1, 7), 0.8)] * 20)
     assert policy.draft_limit(7, 1, good) == 7
     assert LookaheadScheduler(SPSProfile(CPU.tokens, CPU.steps_per_second)).draft_limit(7, 1, history) == 7

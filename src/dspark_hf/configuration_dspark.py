@@ -11,11 +11,13 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 BACKBONES = {"qwen3": "Qwen3DSparkModel", "gemma4_text": "Gemma4DSparkModel"}
+ZLAB_DFLASH = "DFlashDraftModel"
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 _DRAFT_KEYS = ("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "markov_rank",
                "enable_confidence_head")  # fmt: skip
 _SHAPE_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                "num_key_value_heads", "head_dim", "rope_parameters")  # fmt: skip
+_ZLAB_KEYS = ("block_size", "mask_token_id", "target_layer_ids", "num_target_layers")
 # The others' frequencies depend on the length seen so far: cached context keys would be rotated by the wrong ones.
 _ROPE_TYPES = {"qwen3": ("default", "linear", "llama3", "yarn"), "gemma4_text": ("default", "proportional")}
 
@@ -25,7 +27,9 @@ class DSparkConfig(PreTrainedConfig):
     Args:
         backbone_type: `"qwen3"` or `"gemma4_text"`, the layer form of the parallel backbone.
         block_size: γ ≥ 1, tokens proposed per round.
-        mask_token_id: token whose embedding fills slots 1..γ−1, in `0..vocab_size-1`.
+        sample_from_anchor: whether the anchor's own slot proposes a token, so that a block has γ inputs. False is
+            mask-filling (DFlash): γ + 1 inputs, of which the anchor's proposes nothing.
+        mask_token_id: token whose embedding fills all slots but the anchor's, in `0..vocab_size-1`.
         target_layer_ids: strictly increasing decoder layers of the target, 0-based, whose outputs are read; −1 is the
             embedding output, the last layer (`num_target_layers - 1`) is not allowed.
         num_target_layers: decoder layers of the target.
@@ -50,6 +54,7 @@ class DSparkConfig(PreTrainedConfig):
     backbone_type: str = "qwen3"
     # the block and what it reads
     block_size: int | None = None
+    sample_from_anchor: bool = True
     mask_token_id: int | None = None
     target_layer_ids: list[int] | None = None
     num_target_layers: int | None = None
@@ -106,6 +111,11 @@ class DSparkConfig(PreTrainedConfig):
             return self.num_attention_heads, self.num_key_value_heads, self.head_dim
         kv_heads = self.num_global_key_value_heads if self.attention_k_eq_v else self.num_key_value_heads
         return self.num_attention_heads, kv_heads, self.global_head_dim
+
+    @property
+    def num_block_inputs(self) -> int:
+        """Inputs of a block: the anchor and its masks."""
+        return self.block_size if self.sample_from_anchor else self.block_size + 1
 
     @property
     def num_draft_logits(self) -> int:
@@ -166,19 +176,40 @@ class DSparkConfig(PreTrainedConfig):
 
     @classmethod
     def _from_official(cls, config_dict: dict[str, Any]) -> dict[str, Any]:
-        """Translates the official layout, which names the backbone by `model_type`; ours passes through."""
+        """Translates z-lab's and the official layout, which names the backbone by `model_type`; ours passes through."""
         kind = config_dict.get("model_type", cls.model_type)
         if kind == cls.model_type:
             return config_dict
         architectures = config_dict.get("architectures") or []
+        if kind == "qwen3" and ZLAB_DFLASH in architectures:
+            return cls._from_zlab(config_dict)
         if kind not in BACKBONES or BACKBONES[kind] not in architectures:
             expected = ", ".join(f"{kind!r} with {name!r}" for kind, name in BACKBONES.items())
             raise ValueError(
                 f"not a DSpark checkpoint: model_type {kind!r} with architectures {architectures}; "
-                f"expected {cls.model_type!r}, or {expected}"
+                f"expected {cls.model_type!r}, or {expected}, or 'qwen3' with {ZLAB_DFLASH!r}"
             )
         own = {"model_type": cls.model_type, "backbone_type": kind, "architectures": ["DSparkDrafterModel"]}
         return config_dict | own
+
+    @classmethod
+    def _from_zlab(cls, config_dict: dict[str, Any]) -> dict[str, Any]:
+        """Translates z-lab's DFlash: mask-filling, no heads, embedding and head lent by the target, the draft's keys in
+        `dflash_config`. Its `block_size` counts inputs, of which the anchor's proposes nothing."""
+        nested = config_dict.get("dflash_config") or {}
+        _expect(isinstance(nested, dict), "dflash_config", nested, f"an object with {list(_ZLAB_KEYS)}")
+        unknown = sorted(key for key, value in nested.items() if value and key not in _ZLAB_KEYS)
+        _expect(not unknown, "dflash_config with", unknown, f"none but {list(_ZLAB_KEYS)}: there is no such part here")
+        keys = {key: value for key, value in config_dict.items() if key not in ("dflash_config", "auto_map")}
+        keys |= {key: nested[key] for key in _ZLAB_KEYS if key in nested}
+        inputs = keys.get("block_size")
+        if inputs is not None:
+            _expect(_is_int(inputs, 2), "block_size", inputs, "an integer of at least 2, the anchor's input included")
+            keys["block_size"] = inputs - 1
+        lent = {"has_embed_tokens": False, "has_lm_head": False, "tie_word_embeddings": False}
+        headless = {"markov_rank": 0, "enable_confidence_head": False, "sample_from_anchor": False}
+        own = {"model_type": cls.model_type, "backbone_type": "qwen3", "architectures": ["DSparkDrafterModel"]}
+        return keys | lent | headless | own
 
     def _check(self, extra: dict[str, Any]) -> None:
         """Raises `ValueError` for every value that would give a wrong model; `extra`: keys that are not fields."""
@@ -202,6 +233,8 @@ class DSparkConfig(PreTrainedConfig):
         self._check_backbone(extra)
 
     def _check_draft_keys(self) -> None:
+        from_anchor = self.sample_from_anchor
+        _expect(isinstance(from_anchor, bool), "sample_from_anchor", from_anchor, "True or False")
         mask, reduced, whole = self.mask_token_id, self.draft_vocab_size, self.vocab_size
         _expect(_is_int(mask, 0, whole - 1), "mask_token_id", mask, f"0..{whole - 1} (vocab_size {whole})")
         fits = reduced is None or _is_int(reduced, 1, whole)

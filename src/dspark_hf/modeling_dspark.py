@@ -5,8 +5,9 @@
                              sequential head, left to right:  p_k ∝ exp(U_k + B(x_{k−1}))  ─► x_k
                              confidence head:  c_k = σ(w·[h_k ; W1 x_{k−1}])   (known before x_k is drawn)
 
-Slot k of a block predicts the token at anchor + k + 1. Shapes: B rows, γ slots, H hidden size, L target layers read,
-V vocabulary, D draft vocabulary.
+Slot k of a block predicts the token at anchor + k + 1. With `sample_from_anchor=False` (mask-filling, as in DFlash) the
+block is [anchor, MASK × γ], what the anchor's input gives is dropped, and slot k is the mask at the very position that
+it predicts. Shapes: B rows, γ slots, H hidden size, L target layers read, V vocabulary, D draft vocabulary.
 """
 
 from collections.abc import Callable
@@ -194,9 +195,10 @@ class DSparkDrafterModel(VocabularyMixin, PreTrainedModel):
         self._check_draft(context_hidden_states, anchor_ids, cache, num_tokens, logits_processor, input_ids)
         self.check_lender(target)
         batch_size = len(anchor_ids)
-        ids = anchor_ids.new_full((batch_size, self.config.block_size), self.config.mask_token_id)
+        ids = anchor_ids.new_full((batch_size, self.config.num_block_inputs), self.config.mask_token_id)
         ids[:, 0] = anchor_ids
         hidden = self._draft_backbone(self.embed(ids, target), context_hidden_states, context_lengths, cache)
+        hidden = hidden[:, -self.config.block_size :]
         base_logits = self.base_logits(hidden, target)
 
         limit = self.config.block_size if num_tokens is None else num_tokens
@@ -235,14 +237,14 @@ class DSparkDrafterModel(VocabularyMixin, PreTrainedModel):
         )
 
     def _draft_backbone(self, embeds, context_hidden_states, context_lengths, cache: RowCache) -> torch.Tensor:
-        """One pass over the block, (B, γ, H) → h (B, γ, H); the new context rows enter `cache`."""
+        """One pass over the block, (B, inputs, H) → h of each; the new context rows enter `cache`."""
         batch_size, count = context_hidden_states.shape[:2]
-        device, dtype, block_size = embeds.device, embeds.dtype, embeds.shape[1]
+        device, dtype, num_inputs = embeds.device, embeds.dtype, embeds.shape[1]
         context = self.hidden_norm(self.fc(context_hidden_states.to(device, dtype)))
         ends = cache.ends(batch_size, device)
         counts = count if context_lengths is None else context_lengths.to(device)
         context_cos_sin = self.rotary_emb(ends[:, None] + torch.arange(count, device=device), dtype)
-        cos, sin = self.rotary_emb((ends + counts)[:, None] + torch.arange(block_size, device=device), dtype)
+        cos, sin = self.rotary_emb((ends + counts)[:, None] + torch.arange(num_inputs, device=device), dtype)
 
         key_values = []
         for i, layer in enumerate(self.layers):
@@ -252,8 +254,8 @@ class DSparkDrafterModel(VocabularyMixin, PreTrainedModel):
         if batch_size > 1 or context_lengths is not None:
             width = key_values[0][0].shape[2]
             seen = torch.arange(width, device=device) < cache.lengths[:, None]
-            seen = nn.functional.pad(seen, (0, block_size), value=True)[:, None, None]
-            mask = self._attention_mask(seen.expand(-1, 1, block_size, -1), dtype)
+            seen = nn.functional.pad(seen, (0, num_inputs), value=True)[:, None, None]
+            mask = self._attention_mask(seen.expand(-1, 1, num_inputs, -1), dtype)
         for layer, key_value in zip(self.layers, key_values, strict=True):
             embeds = layer(embeds, *key_value, cos, sin, mask)
         return self.norm(embeds)
@@ -387,8 +389,8 @@ class DSparkDrafterModel(VocabularyMixin, PreTrainedModel):
     def _block_states(self, input_ids, target_hidden_states, positions, anchor_mask, document_ids) -> torch.Tensor:
         """h of all blocks in one pass, (B, A, γ, H)."""
         batch_size, length = input_ids.shape
-        block_size, dtype = self.config.block_size, self.fc.weight.dtype
-        blocks = input_ids.new_full((*positions.shape, block_size), self.config.mask_token_id)
+        num_inputs, dtype = self.config.num_block_inputs, self.fc.weight.dtype
+        blocks = input_ids.new_full((*positions.shape, num_inputs), self.config.mask_token_id)
         blocks[..., 0] = torch.where(anchor_mask, input_ids.gather(1, positions), self.config.mask_token_id)
         hidden = self.embed(blocks.flatten(1))
         context = self.hidden_norm(self.fc(target_hidden_states.to(dtype)))
@@ -398,14 +400,14 @@ class DSparkDrafterModel(VocabularyMixin, PreTrainedModel):
         else:
             text = text_positions(document_ids)
         anchors = text.gather(1, positions)
-        slots = (anchors[..., None] + torch.arange(block_size, device=input_ids.device)).flatten(1)
+        slots = (anchors[..., None] + torch.arange(num_inputs, device=input_ids.device)).flatten(1)
         context_cos_sin, (cos, sin) = self.rotary_emb(text, dtype), self.rotary_emb(slots, dtype)
-        mask = block_attention_mask(positions, anchor_mask, block_size, length, document_ids)
+        mask = block_attention_mask(positions, anchor_mask, num_inputs, length, document_ids)
         mask = self._attention_mask(mask, hidden.dtype)
         for layer in self.layers:
             key, value = layer.self_attn.key_value(context, *context_cos_sin)
             hidden = layer(hidden, key, value, cos, sin, mask)
-        return self.norm(hidden).unflatten(1, (-1, block_size))
+        return self.norm(hidden).unflatten(1, (-1, num_inputs))[:, :, -self.config.block_size :]
 
     def _draft_logits(self, hidden: torch.Tensor, latents: torch.Tensor | None) -> torch.Tensor:
         logits = self.base_logits(hidden)

@@ -132,9 +132,8 @@ class _Bench:
         self.rows, self.generator = rows, torch.Generator().manual_seed(0)
         self.states = None if drafter is None else states_argument(drafter.config.target_layer_ids)
         options = {"use_cache": True} | ({} if self.states is None else {"output_hidden_states": self.states})
-        outputs = target.get_decoder()(
-            input_ids=self._tokens(context), **options
-        )  # spares the logits of the whole context
+        text = self._tokens(context)
+        outputs = target.get_decoder()(input_ids=text, **options)  # spares the logits of the whole context
         self.cache = cache_of(outputs)
         check_croppable(self.cache)
         self.cache.activate_past_recording()
@@ -142,10 +141,12 @@ class _Bench:
         if drafter is not None:
             self.anchors = self._tokens(1)[:, 0]
             context_rows = context_states(outputs.hidden_states, drafter.config.target_layer_ids)
+            self.text = torch.cat([text, self.anchors[:, None]], dim=1)
             self.draft_cache = self._draft(context_rows, drafter.new_cache()).cache
             # What a round hands over are the states of the tokens it yielded, between 1 and γ+1.
             yielded = (drafter.config.block_size + 2) // 2
             self.new_rows = context_rows[:, -1:].expand(-1, yielded, -1).contiguous()
+            self.text = torch.cat([text, self._tokens(yielded), self.anchors[:, None]], dim=1)
 
     def plain(self) -> float:
         return self._target_pass(1, {})
@@ -173,7 +174,8 @@ class _Bench:
 
     def _draft(self, context_rows: torch.Tensor, cache: Any) -> Any:
         device = self.drafter.device
-        return self.drafter.draft(context_rows.to(device), self.anchors.to(device), cache=cache, target=self.target)
+        inputs = {"input_ids": self.text.to(device), "cache": cache, "target": self.target}
+        return self.drafter.draft(context_rows.to(device), self.anchors.to(device), **inputs)
 
     def _seconds(self, run: Callable[[], Any]) -> float:
         self._wait()

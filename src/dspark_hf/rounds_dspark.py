@@ -114,7 +114,6 @@ class RoundHistory:
     def keep(self, rows: torch.Tensor) -> None:
         """Keeps these rows (R',) of the batch, in this order; the others have left it. Waits for the device if `rows`
         is there."""
-        self.prices.clear()
         for record in self._recent:
             record.rows = record.rows[rows.cpu()]
 

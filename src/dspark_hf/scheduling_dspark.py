@@ -20,9 +20,10 @@ import torch
 from .profile_dspark import SPSProfile
 from .rounds_dspark import KEPT_ROUNDS, RoundHistory
 
-# Plain decoding steps that drafting may lose before it is given up, and rounds of plain decoding before it is tried
-# again, doubled at every failure: about seven tries in 256 tokens, which lose 2 % where drafting is hopeless.
-_STAKE = 0.6
+# Plain decoding steps that drafting may lose before it is given up, at first (one refused block must not be enough) and
+# in a later try, and rounds of plain decoding before it is tried again, doubled at every failure: about seven tries in
+# 256 tokens, which lose 2 % where drafting is hopeless.
+_FIRST_STAKE, _STAKE = 1.0, 0.5
 _FIRST_WAIT, _LONGEST_WAIT = 8, 64
 # The block that a lookahead without a history reckons with: later positions are out of reach of the start values.
 _UNKNOWN_BLOCK = 16
@@ -121,10 +122,12 @@ class PrefixScheduler(_Scheduler):
         count = int(falls.argmax()) if falls.any() else len(ranked)
         if count == 0:
             return torch.zeros(len(survival), dtype=torch.long, device=confidence.device)
-        lengths = (survival >= ranked[count - 1]).sum(axis=1)
-        if lengths.sum() == count:
-            return torch.from_numpy(lengths).to(confidence.device)
-        return _take_best(torch.from_numpy(survival), count).to(confidence.device)
+        # On the host this is several times as fast as `_take_best`.
+        lowest = ranked[count - 1]
+        lengths = (survival > lowest).sum(axis=1)
+        _, rows_of_equal = (survival == lowest).T.nonzero()
+        lengths += np.bincount(rows_of_equal[: count - lengths.sum()], minlength=len(lengths))
+        return torch.from_numpy(lengths).to(confidence.device)
 
 
 @dataclass(frozen=True)
@@ -203,7 +206,7 @@ class LookaheadScheduler(_Scheduler):
         steps = _steps_table(self.sps, rows, history.block_size)
         seconds = np.interp(rows * (history.mean_tokens - 1), np.arange(len(steps)), 1 / steps)
         lost = history.weight * (seconds * plain - history.mean_yield)
-        return 0 if lost > _STAKE else block_size
+        return 0 if lost > (_STAKE if history.failed_probes else _FIRST_STAKE) else block_size
 
     def _single_length(self, confidence: list[float], averages: list[float]) -> int:
         slots = len(confidence)
@@ -246,10 +249,10 @@ def _survival(confidence: torch.Tensor) -> torch.Tensor:
 
 
 def _throughput(survival: np.ndarray, steps: np.ndarray, rounds: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Survivals (m·R, γ) of m rounds → in falling order (m·R·γ,), and Θ_n of a round for n = 0..R·γ."""
+    """Survivals (m·R, γ) of m rounds → in falling order (m·R·γ,), and m·Θ_n of their mean for n = 0..R·γ."""
     ranked = np.sort(survival, axis=None)[::-1]
     expected = np.concatenate(([len(survival)], ranked)).cumsum()
-    return ranked, expected[::rounds] / rounds * steps
+    return ranked, expected[::rounds] * steps
 
 
 def _take_best(survival: torch.Tensor, count: int) -> torch.Tensor:

@@ -9,13 +9,15 @@ from .cache import cache
 from .calibrate import calibrate
 from .demo import demo
 from .doctor import doctor
+from .evaluate import evaluate
 from .generate import generate
+from .plot import plot
 from .profile import profile
 from .regenerate import regenerate
 from .train import train
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="DSpark speculative decoding.")
-for verb in (calibrate, demo, doctor, generate, profile, regenerate, train):
+for verb in (calibrate, demo, doctor, evaluate, generate, plot, profile, regenerate, train):
     app.command()(verb)
 app.add_typer(bench, name="bench")
 app.add_typer(cache, name="cache")

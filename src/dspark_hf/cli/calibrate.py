@@ -1,6 +1,7 @@
 """`dspark calibrate`: temperatures that make a drafter's confidences true, fitted and judged on real decoding."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +30,7 @@ def calibrate(
         str | None, typer.Option(help="hard: what was accepted; expected: the exact chance, the default when sampling.")
     ] = None,
     bins: Annotated[int, typer.Option(help="Of the calibration error.")] = 10,
+    batch_size: Annotated[int, typer.Option(help="Prompts decoded together.")] = 8,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
     save_to: Annotated[Path | None, typer.Option(help="New folder for a copy with the temperatures.")] = None,
     in_place: Annotated[bool, typer.Option("--in-place", help="Store them in the drafter's own folder.")] = False,
@@ -47,12 +49,8 @@ def calibrate(
 
     model, tokenizer, draft_model = load_pair(target, drafter, pack)
     ids = [chat_inputs(tokenizer, text, model.device)["input_ids"][0] for text in texts]
-    rounds = [
-        calibration.collect_rounds(
-            model, draft_model, part, max_new_tokens, temperature, seed, lambda items: track(items, "prompts")
-        )
-        for part in (ids[:kept], ids[kept:])
-    ]
+    settings = (max_new_tokens, temperature, seed, partial(track, description="batches"), batch_size)
+    rounds = [calibration.collect_rounds(model, draft_model, part, *settings) for part in (ids[:kept], ids[kept:])]
     result = calibration.calibrate(*rounds, labels, bins)
     parts = {"prompts": prompts, "fit_prompts": kept, "held_out_prompts": len(ids) - kept}
     decoding = {"temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed, "dtype": str(model.dtype)}

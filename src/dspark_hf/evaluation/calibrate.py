@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..calibration import brier_score, chance_calibration_error, expected_calibration_error, reliability, roc_auc
 from ..scheduling_dspark import FixedLength
-from ..telemetry_dspark import SpeculationStats, record_speculation
+from ..telemetry_dspark import SpeculationStats
 from ..temperature_scaling import SequentialTemperatureScaling, prefix_labels, survival_probabilities
 from .acceptance import decode_prompts
 
@@ -52,6 +52,7 @@ def collect_rounds(
     temperature: float = 1.0,
     seed: int = 0,
     progress: Callable[[Iterable], Iterable] = iter,
+    batch_size: int = 1,
 ) -> JudgedRounds:
     """Decodes prompts (T,) with whole blocks judged token by token, whatever the drafter's policy and acceptance rule,
     which are put back afterwards. Above temperature 0 the exact expected acceptance is recorded too.
@@ -64,8 +65,9 @@ def collect_rounds(
     policy, rule = drafter.verify_policy, drafter.acceptance_rule
     drafter.verify_policy, drafter.acceptance_rule = FixedLength(), "token"
     try:
-        with record_speculation(expected=temperature > 0) as stats:
-            decode_prompts(target, drafter, prompts, max_new_tokens, temperature, seed, progress)
+        stats = decode_prompts(
+            target, drafter, prompts, max_new_tokens, temperature, seed, progress, batch_size, temperature > 0
+        )
     finally:
         drafter.verify_policy, drafter.acceptance_rule = policy, rule
     return JudgedRounds.of(stats, drafter.config.block_size)

@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..baselines import Eagle3Config, Eagle3DrafterModel
 from ..demo_target import target_path
 from ..modeling_dspark import DSparkDrafterModel
 from ..packing import pack_linears, preferred_cpu_dtype
@@ -31,8 +33,25 @@ def load_pair(target_name: str, drafter_name: str, pack: bool = True):
         ValueError: for a drafter that is not there, or does not fit the target.
     """
     target, tokenizer = load_target(target_name, pack)
-    drafter = DSparkDrafterModel.from_pretrained(drafter_name, dtype=target.dtype).to(target.device).eval()
+    sizes = {"num_target_layers": target.config.get_text_config().num_hidden_layers}
+    drafter = load_drafter(drafter_name, sizes, dtype=target.dtype).to(target.device).eval()
     return target, tokenizer, pack_linears(drafter) if pack and target.device.type == "cpu" else drafter
+
+
+def load_drafter(name: str, sizes: dict[str, int] | None = None, **options: Any) -> DSparkDrafterModel:
+    """DSpark, DFlash or EAGLE-3, as the checkpoint says.
+
+    Args:
+        sizes: configuration keys that an EAGLE-3 checkpoint may lack.
+        options: of `from_pretrained`.
+    """
+    keys, _ = PreTrainedConfig.get_config_dict(name)
+    if keys.get("model_type") != Eagle3Config.model_type and not any(
+        "eagle3" in a.lower() for a in keys["architectures"]
+    ):
+        return DSparkDrafterModel.from_pretrained(name, **options)
+    missing = {key: value for key, value in (sizes or {}).items() if key not in keys}
+    return Eagle3DrafterModel.from_pretrained(name, **missing, **options)
 
 
 def load_prompts(name: str, limit: int | None = None) -> list[str]:

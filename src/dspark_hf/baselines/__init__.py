@@ -1,0 +1,7 @@
+"""The drafters that DSpark is measured against, behind the same interface."""
+
+from .configuration_eagle3 import Eagle3Config
+from .dflash import DFlashDrafterModel
+from .eagle3 import Eagle3DrafterModel
+
+__all__ = ["DFlashDrafterModel", "Eagle3Config", "Eagle3DrafterModel"]
