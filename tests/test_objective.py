@@ -1,6 +1,7 @@
 """The training objective against plain versions of itself, and what a block may and may not depend on."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -145,10 +146,75 @@ def test_chunked_losses_are_the_plain_ones(chunk_size, with_latents, reduced):
     actual_gradients = torch.autograd.grad((mix[0] * actual[0] + mix[1] * actual[1]).sum(), leaves)
     for gradient, plain in zip(actual_gradients, wanted_gradients, strict=True):
         torch.testing.assert_close(gradient, plain)
-    if chunk_size >= slots:  # the slots of one position share its row, and one chunk is not computed again
-        assert taught == [len(rows.unique())]
-    else:
-        assert len(taught) == 2 * -(-slots // chunk_size)
+    positions, groups = len(rows.unique()), -(-len(rows.unique()) // chunk_size)
+    once = sum(taught[:groups])  # in the forward; in the backward again, but for what is still at hand
+    assert once == positions and sum(taught) <= 2 * positions and max(taught) <= chunk_size
+    if chunk_size >= slots:
+        assert taught == [positions]
+
+
+@pytest.mark.parametrize("teacher", ["none", "whole", "reduced"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("chunk_size", [1, 4, 99])
+def test_gradients_by_hand_are_those_of_autograd(chunk_size, dtype, teacher):
+    """CE, L1 and KL mixed with random weights, soft-capped logits, labels and mass that cannot be drafted."""
+    slots, texts, vocabulary, cap = 26, 7, 19, 3.0
+    raw = (2 * torch.randn(slots, vocabulary)).requires_grad_()
+    states, rows = 2 * torch.randn(texts, vocabulary), torch.randint(texts, (slots,))
+    labels = torch.randint(vocabulary, (slots,)).masked_fill(torch.arange(slots) % 5 == 0, -100)
+    normaliser = states.logsumexp(-1) + 0.5 if teacher == "reduced" else None
+    with_kl = teacher != "none"
+
+    def draft_head(hidden, latents):
+        return ((hidden / cap).tanh() * cap).to(dtype)
+
+    def wanted_losses() -> torch.Tensor:
+        log_draft = draft_head(raw, None).float().log_softmax(-1)
+        reachable = labels >= 0
+        ce = torch.where(reachable, -log_draft[torch.arange(slots), labels * reachable], 0.0)
+        if teacher == "none":
+            return torch.stack([ce, torch.zeros(slots)])
+        log_teacher = (states - (states.logsumexp(-1) if normaliser is None else normaliser)[:, None])[rows]
+        outside = 1 - log_teacher.exp().sum(-1)
+        kl = (log_teacher.exp() * (log_teacher - log_draft)).sum(-1)
+        return torch.stack([ce, (log_draft.exp() - log_teacher.exp()).abs().sum(-1) + outside, kl])
+
+    wanted = wanted_losses()
+    taught = None if teacher == "none" else states
+    actual = chunked_slot_losses(
+        draft_head, lambda states: states, raw, None, labels, taught, rows, normaliser, chunk_size, with_kl
+    )
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=2e-6)
+    mix = torch.randn(3 if with_kl else 2, slots)
+    (wanted_gradient,) = torch.autograd.grad((mix * wanted).sum(), raw)
+    for _ in range(2):  # what is kept for the gradient is not used up by it
+        (gradient,) = torch.autograd.grad((mix * actual).sum(), raw, retain_graph=True)
+        rtol, atol = (1e-5, 2e-6) if dtype == torch.float32 else (2e-2, 1e-4)  # gradients of bf16 logits are bf16
+        torch.testing.assert_close(gradient, wanted_gradient, rtol=rtol, atol=atol)
+
+
+def test_few_logits_are_alive_however_many_slots_there_are():
+    """Counted as the largest number of bytes held for the backward and in flight when the head runs."""
+    chunk_size, vocabulary, alive = 4, 11, []
+
+    def most_alive(slots: int) -> int:
+        alive.clear()
+        most, raw = 0, torch.randn(slots, vocabulary, requires_grad=True)
+
+        def draft_head(hidden, latents):
+            nonlocal most
+            logits = hidden * 2
+            alive.append(weakref.ref(logits))
+            most = max(most, sum(reference() is not None for reference in alive))
+            return logits
+
+        labels, rows = torch.zeros(slots, dtype=torch.long), torch.arange(slots)
+        losses = chunked_slot_losses(draft_head, lambda s: s, raw, None, labels, raw.detach(), rows, None, chunk_size)
+        losses.sum().backward()
+        return most
+
+    assert most_alive(16 * chunk_size) == most_alive(48 * chunk_size) <= 8
 
 
 @pytest.mark.parametrize("own_head", [True, False])

@@ -19,6 +19,8 @@ COMMANDS = [
     line.strip() for line in re.findall(r"^    (?=\S)(.*)$", re.sub(r"```.*?```", "", README, flags=re.S), re.M)
 ]
 TRAINING = ("dspark train", "dspark regenerate", "dspark cache")
+EVALUATION = ("dspark evaluate", "dspark plot")
+DECODING = [c for c in COMMANDS if c.startswith("dspark") and not c.startswith(TRAINING + EVALUATION)]
 SAID = {
     "bench": "plain",
     "calibrate": "ECE",
@@ -43,7 +45,9 @@ def test_snippets(monkeypatch, tmp_path):
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("dspark") and not c.startswith(TRAINING)])
+@pytest.mark.parametrize(
+    "command", [c for c in COMMANDS if c.startswith("dspark") and not c.startswith(TRAINING + EVALUATION)]
+)
 def test_dspark_commands(command, monkeypatch, tmp_path):
     from typer.testing import CliRunner
 
@@ -61,6 +65,21 @@ def test_dspark_commands(command, monkeypatch, tmp_path):
     result = CliRunner().invoke(app, [*arguments, "--threads", str(torch.get_num_threads())], catch_exceptions=False)
     assert result.exit_code == 0
     assert SAID[verb] in result.output
+
+
+@pytest.mark.real
+def test_evaluation_commands(monkeypatch, tmp_path):
+    """In the order in which they stand there; the second draws what the first measured."""
+    from typer.testing import CliRunner
+
+    from dspark_hf.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model_cards").symlink_to(ROOT / "model_cards")
+    for command in [c for c in COMMANDS if c.startswith(EVALUATION)]:
+        result = CliRunner().invoke(app, shlex.split(command)[1:], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+    assert list((tmp_path / "runs" / "figures").glob("*.png"))
 
 
 @pytest.mark.real

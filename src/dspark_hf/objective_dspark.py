@@ -14,7 +14,7 @@ documents may share a row of tokens; `document_ids` (B, T) then tells them apart
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 KEPT_CHUNKS = 6  # whose logits wait for the backward, which takes them first; those of the others are made again
-CACHED_LOGITS = 2**19  # float32 numbers, of which a handful of tensors fit into a CPU's cache
+CACHED_LOGITS = 2**18  # float32 numbers, a few times as many of which fit into a CPU's cache
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Objective:
             draft's own chances q of the labels, W_k = m_k Σ_{m≥k} Π_{i≤m} q̃_i with q̃ = (1 − α) q + α.
         decay: δ, in slots.
         dpace_alpha: α.
-        chunk_size: how many slots' logits exist at a time.
+        chunk_size: how many slots' logits are made at a time; memory holds those of some ten.
         detach_confidence: train the confidence head alone by its term, and not the backbone.
     """
 
@@ -189,15 +189,15 @@ def slot_losses(
         rows: (N,), each slot's row of `teacher`.
     """
     losses = draft_logits.new_zeros(3 if with_kl else 2, len(labels), dtype=torch.float32)
-    for part in _cached_parts(draft_logits):
-        log_draft = draft_logits[part].log_softmax(dim=-1, dtype=torch.float32)
-        losses[0, part] = F.nll_loss(log_draft, labels[part], reduction="none", ignore_index=-100)
+    for part, draft, taught in _in_cache(draft_logits):
+        torch.log_softmax(draft_logits[part], dim=-1, dtype=torch.float32, out=draft)
+        losses[0, part] = F.nll_loss(draft, labels[part], reduction="none", ignore_index=-100)
         if teacher is not None:
-            taught = teacher[rows[part]]
+            torch.index_select(teacher, 0, rows[part], out=taught)
             outside = (1.0 - taught.sum(dim=-1)).clamp(min=0.0)
             if with_kl:
-                losses[2, part] = F.kl_div(log_draft, taught, reduction="none").sum(dim=-1)
-            losses[1, part] = taught.sub_(log_draft.exp_()).abs_().sum(dim=-1) + outside
+                losses[2, part] = F.kl_div(draft, taught, reduction="none").sum(dim=-1)
+            losses[1, part] = taught.sub_(draft.exp_()).abs_().sum(dim=-1) + outside
     return losses
 
 
@@ -216,27 +216,34 @@ def slot_gradients(
     of_ce, of_l1, *of_kl = weights[..., None]
     of_ce = of_ce.masked_fill(labels[:, None] < 0, 0.0)
     index = labels[:, None].clamp(min=0)
-    for part in _cached_parts(draft_logits):
-        draft, of_draft = draft_logits[part].softmax(dim=-1, dtype=torch.float32), of_ce[part]
+    for part, draft, taught in _in_cache(draft_logits):
+        torch.softmax(draft_logits[part], dim=-1, dtype=torch.float32, out=draft)
+        of_draft = of_ce[part]
         if teacher is None:
             values = draft.mul_(of_draft)
         else:
-            taught = teacher[rows[part]]
-            values = torch.sub(draft, taught).sign_().mul_(draft)
-            of_draft = of_draft - of_l1[part] * values.sum(dim=-1, keepdim=True)
+            torch.index_select(teacher, 0, rows[part], out=taught)
             if of_kl:
-                of_draft = of_draft + of_kl[0][part] * taught.sum(dim=-1, keepdim=True)
-            values.mul_(of_l1[part]).addcmul_(draft, of_draft)
+                pull = of_kl[0][part] * taught
+                of_draft = of_draft + pull.sum(dim=-1, keepdim=True)
+            values = taught.sub_(draft).sign_().mul_(draft)  # −p_d ∘ s
+            of_draft = of_draft + of_l1[part] * values.sum(dim=-1, keepdim=True)
+            values.mul_(-of_l1[part]).addcmul_(draft, of_draft)
             if of_kl:
-                values.sub_(taught.mul_(of_kl[0][part]))
+                values.sub_(pull)
         gradient[part] = values.scatter_add_(1, index[part], -of_ce[part])
     return gradient
 
 
-def _cached_parts(logits: torch.Tensor) -> list[slice]:
-    """Runs of rows that a CPU works on within its cache: there memory, not arithmetic, is what the losses wait for."""
-    height = max(1, CACHED_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(logits))
-    return [slice(start, start + height) for start in range(0, len(logits), height)]
+def _in_cache(logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Runs of rows with two float32 buffers of their shape. On a CPU they are few enough for its cache: memory, new
+    memory above all, and not arithmetic, is what the losses wait for there."""
+    on_cpu = logits.device.type == "cpu"
+    height = min(max(1, CACHED_LOGITS // logits.shape[1]), len(logits)) if on_cpu else len(logits)
+    buffers = logits.new_empty(2, height, logits.shape[1], dtype=torch.float32)
+    for start in range(0, len(logits), max(1, height)):
+        part = slice(start, min(start + height, len(logits)))
+        yield part, *buffers[:, : part.stop - start]
 
 
 class _WithGradient(torch.autograd.Function):

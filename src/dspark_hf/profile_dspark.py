@@ -116,7 +116,8 @@ class SPSProfile:
         return curve.plain_steps_per_second * many / few
 
     def save(self, path: str | Path) -> None:
-        """Writes JSON."""
+        """Writes JSON; makes the folder where there is none."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(self._to_json(), indent=2) + "\n", encoding="utf-8")
 
     @classmethod

@@ -61,6 +61,12 @@ class SpeculationStats:
             result.append(sum(kept) / len(kept) if kept else float("nan"))
         return result
 
+    def extend(self, other: "SpeculationStats") -> None:
+        """Adds the rounds of another recording."""
+        for name, values in vars(other).items():
+            if isinstance(values, list):
+                getattr(self, name).extend(values)
+
     def add_round(
         self,
         proposed: int,

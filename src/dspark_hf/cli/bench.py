@@ -3,6 +3,7 @@ batches, by policy; `dspark bench train`: what training costs."""
 
 import importlib.util
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -79,8 +80,8 @@ def batch(
         torch.set_num_threads(threads)
     packed, tokenizer, model = load_pair(target or str(demo_target_path()), drafter)
     names = policy or ["fixed", "fixed:2", "threshold:0.4", "prefix", "stale", "lookahead"]
-    arms = [Arm("plain", packed, {}), *_drafted(names, packed, model, profile)]
     sizes = size or [1, 2, 4, 8, 16]
+    arms = [Arm("plain", packed, {}), *_drafted(names, packed, model, profile, sizes)]
     result = run_batch_benchmark(
         arms, tokenizer, load_prompts(prompts, 100), sizes, max_new_tokens, progress=lambda work: track(work, "batches")
     )
@@ -100,11 +101,11 @@ def batch(
         plot_batches(result, output.with_suffix(".png"))
 
 
-def _drafted(names: list[str], target, drafter, profile: Path | None) -> list[Arm]:
+def _drafted(names: list[str], target, drafter, profile: Path | None, sizes: Iterable[int] = (1,)) -> list[Arm]:
     """One arm per policy. Schedulers share one profile, measured here unless one is given."""
     curve = None
     if any(name in SCHEDULERS for name in names):
-        curve = SPSProfile.load(profile) if profile else SPSProfile.measure(target, drafter, rows=(1, 2, 4, 8, 16))
+        curve = SPSProfile.load(profile) if profile else SPSProfile.measure(target, drafter, rows=sorted({1, *sizes}))
     options = {"assistant_model": drafter}
     return [Arm(f"dspark {name}", target, options, parse_policy(name, curve)) for name in names]
 

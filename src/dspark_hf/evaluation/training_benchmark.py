@@ -40,7 +40,7 @@ def objective_benchmark(
     chunk_size: int = Objective.chunk_size,
     repeats: int = 3,
 ) -> dict[str, Any]:
-    """Seconds of the objective's forward and backward, the best of `repeats`, and the peak memory that it adds, in bytes,
+    """Seconds of the objective's forward and backward, the best of `repeats`, and the peak memory that it adds, bytes,
     chunked and plain, on one text with `anchors` blocks of `block_size` slots; and the ratios plain / chunked."""
     arms = {}
     for name, size in (("plain", None), ("chunked", chunk_size)):

@@ -180,8 +180,7 @@ class DSparkTrainer(Trainer):
         drafter.train(training)
         merged = SpeculationStats()
         for part in gather_object([stats]):
-            for name in vars(merged):
-                getattr(merged, name).extend(getattr(part, name))
+            merged.extend(part)
         return merged
 
 
