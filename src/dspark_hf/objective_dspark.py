@@ -38,7 +38,7 @@ class Objective:
             draft's own chances q of the labels, W_k = m_k Σ_{m≥k} Π_{i≤m} q̃_i with q̃ = (1 − α) q + α.
         decay: δ, in slots.
         dpace_alpha: α.
-        chunk_size: how many slots' logits are made at a time; memory holds those of some ten.
+        chunk_size: how many slots' logits are made at a time; memory holds those of ten to sixteen.
         detach_confidence: train the confidence head alone by its term, and not the backbone.
     """
 
@@ -275,7 +275,8 @@ def chunked_slot_losses(
 
     Slots are taken in the order of the text position they are taught by, since slots of overlapping blocks share one
     teacher row: the teacher runs once per position, `chunk_size` positions at a time, and once more in the backward.
-    Peak memory is that of some ten chunks' logits, however many slots there are.
+    Peak memory is that of ten to sixteen chunks' logits (the less, the more blocks overlap), however many slots
+    there are.
 
     Args:
         draft_head: hidden (n, H), latent (n, r) or None → draft logits (n, D).
