@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -247,7 +248,7 @@ def _in_cache(logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch
 
 
 class _WithGradient(torch.autograd.Function):
-    """Losses computed before, given the gradient of `slot_gradients`; the logits alone are kept for it."""
+    """Losses computed before, given the gradient of `slot_gradients`; of (N, D) the logits alone are kept for it."""
 
     @staticmethod
     def forward(ctx, draft_logits, losses, labels, teacher, rows):
@@ -255,6 +256,7 @@ class _WithGradient(torch.autograd.Function):
         return losses.clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, weights):
         return slot_gradients(weights, *ctx.saved_tensors), None, None, None, None
 
