@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import CandidateGenerator, UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.generation.logits_process import SynthIDTextWatermarkLogitsProcessor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -89,7 +89,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.history = RoundHistory(drafter.config.block_size)
         self.prompt_mask = (model_kwargs or {}).get("attention_mask")
         self._policies: tuple[VerifyPolicy | None, VerifyPolicy | None] = (None, None)  # as set, and with a profile
-        self._confidence: torch.Tensor | None = None
+        self._confidence: torch.Tensor | None = None  # of the round at hand
+        self._proposed: torch.Tensor | None = None  # tokens of the last round, in transformers' own loop
         wants_all = generation_config.return_dict_in_generate and generation_config.output_hidden_states
         states = True if wants_all else states_argument(drafter.config.target_layer_ids)
         self.model_kwargs_overrides = {"output_hidden_states": states}
@@ -164,7 +165,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             return input_ids, None
         room = self.config.max_length - input_ids.shape[1] - 1
         counts = input_ids.new_tensor([int(n_last_matches) + 1])
-        if self.cache is not None:
+        if self._proposed is not None:
             self.observe(self._proposed, counts)
         draft, lengths = self.propose(input_ids, model_outputs, counts)
         count = min(int(lengths[0]), max(room, 0))
@@ -180,7 +181,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """Takes over the states of committed tokens; the first time those of the prompt, without padding."""
         context = context_states(outputs.hidden_states, self.drafter.config.target_layer_ids)
         if self.cache is None and not self.pending:
-            real = self._prompt_columns(context, cache_length(cache_of(outputs)))
+            real = prompt_columns(self.prompt_mask, len(context), cache_of(outputs)).to(context.device)
             seen, real = real.sum(dim=1), real[:, -context.shape[1] :]
             counts = real.sum(dim=1)
             context = left_aligned(context, real)
@@ -189,12 +190,6 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if rows is not None:
             context, counts = context[rows.to(context.device)], counts[rows.to(counts.device)]
         self.pending.append((context[:, : int(counts.max())], counts.to(context.device)))
-
-    def _prompt_columns(self, context: torch.Tensor, columns: int) -> torch.Tensor:
-        """Which columns of the cache hold a token rather than padding, (m, T) bool."""
-        if self.prompt_mask is None:
-            return torch.ones(len(context), columns, dtype=torch.bool, device=context.device)
-        return self.prompt_mask[:, :columns].bool().to(context.device).expand(len(context), -1)
 
     def _context(self) -> tuple[torch.Tensor, torch.Tensor]:
         """What was read since the last draft, (n, longest, L·H), and how much of it belongs to each row (n,)."""
@@ -254,10 +249,7 @@ class OwnCache:
 
     def commit(self, count: int) -> None:
         """Keeps the first `count` tokens of the last pass."""
-        if self.width + 1 > count:
-            self.cache.crop(-(self.width + 1 - count))
-        else:
-            self.cache.crop(0)
+        self.cache.crop(-(self.width + 1 - count))
         update = self.target._update_model_kwargs_for_generation
         self.model_kwargs = update(self.outputs, self.model_kwargs, num_new_tokens=count)
 
@@ -306,8 +298,8 @@ def speculative_decode(
     outputs = target._prefill(input_ids, generation_config, model_kwargs)
     own = OwnCache(target, outputs, model_kwargs) if batch_size == 1 else None
     cache = cache_of(outputs)
-    rows = None if own else TargetRows(target, cache, _real_columns(cache, batch_size, model_kwargs), model_kwargs)
-    del model_kwargs
+    real = prompt_columns(model_kwargs.get("attention_mask"), batch_size, cache)
+    rows = None if own else TargetRows(target, cache, real, model_kwargs)
     logits = PositionLogits(
         outputs, RowProcessors(logits_processor, generation_config, input_ids), input_ids.new_empty(batch_size, 0)
     )
@@ -358,8 +350,8 @@ def speculative_decode(
         accepted, following = verify(candidates, draft_logits, lengths, logits)
         tokens = torch.cat([candidates, following[:, None]], dim=1)
         tokens = tokens.scatter(1, accepted[:, None], following[:, None])
-        if do_sample and wants_expected_acceptance():
-            expected = expected_acceptance(draft_logits, lengths, logits)
+        expect = do_sample and wants_expected_acceptance()
+        expected = expected_acceptance(draft_logits, lengths, logits) if expect else None
         generator.observe(lengths, accepted + 1)
         yielded = (accepted + 1).tolist()
 
@@ -379,12 +371,12 @@ def _report(texts: Texts, draft, lengths: torch.Tensor, committed: list[int], yi
         report_round(verified, min(whole - 1, emitted), emitted, logits, chances, texts.places[i])
 
 
-def _real_columns(cache: Any, batch_size: int, model_kwargs: dict[str, Any]) -> torch.Tensor:
-    """Which columns of the cache hold a token rather than padding, (B, T) bool."""
-    columns, mask = cache_length(cache), model_kwargs.get("attention_mask")
-    if mask is None:
-        return torch.ones(batch_size, columns, dtype=torch.bool)
-    return mask[:, :columns].bool()
+def prompt_columns(attention_mask: torch.Tensor | None, rows: int, cache: Cache) -> torch.Tensor:
+    """Which columns of a cache hold a token of the prompt rather than padding, (rows, T) bool."""
+    columns = cache_length(cache)
+    if attention_mask is None:
+        return torch.ones(rows, columns, dtype=torch.bool)
+    return attention_mask[:, :columns].bool().expand(rows, -1)
 
 
 def _check_call(target, input_ids, generation_config, model_kwargs, logits_processor, synced_gpus) -> None:

@@ -32,6 +32,7 @@ from .objective_dspark import (
     sample_anchors,
     text_positions,
 )
+from .processing_dspark import processed_draft, stacked
 from .rows_dspark import RowCache
 from .scheduling_dspark import FixedLength, VerifyPolicy
 from .target_dspark import target_states
@@ -218,7 +219,7 @@ class DSparkDrafterModel(VocabularyMixin, PreTrainedModel):
             step_logits = self.to_target_vocabulary(step_logits).float()
             if logits_processor:
                 prefix = torch.cat([input_ids, *(t[:, None] for t in tokens)], dim=1)
-                step_logits = _processed(logits_processor, prefix, step_logits)
+                step_logits = processed_draft(logits_processor, prefix, step_logits)
             if do_sample:
                 previous = torch.multinomial(step_logits.softmax(dim=-1), 1)[:, 0]
             else:
@@ -228,9 +229,9 @@ class DSparkDrafterModel(VocabularyMixin, PreTrainedModel):
 
         whole, options = self.config.vocab_size, {"dtype": torch.float32, "device": hidden.device}
         return DSparkDraftOutput(
-            token_ids=_stacked(tokens, anchor_ids.new_empty(batch_size, 0)),
-            logits=_stacked(logits, torch.empty(batch_size, 0, whole, **options)),
-            confidence_logits=_stacked(confidences, torch.empty(batch_size, 0, **options)) if has_confidence else None,
+            token_ids=stacked(tokens, anchor_ids.new_empty(batch_size, 0)),
+            logits=stacked(logits, torch.empty(batch_size, 0, whole, **options)),
+            confidence_logits=stacked(confidences, torch.empty(batch_size, 0, **options)) if has_confidence else None,
             hidden_states=hidden,
             base_logits=self.to_target_vocabulary(base_logits),
             cache=cache,
@@ -437,21 +438,6 @@ class DSparkDrafterModel(VocabularyMixin, PreTrainedModel):
         )
         zeros = torch.zeros(len(losses), *slot_mask.shape, dtype=torch.float32, device=hidden.device)
         return zeros.masked_scatter(slot_mask, losses)
-
-
-def _stacked(slots: list[torch.Tensor], none: torch.Tensor) -> torch.Tensor:
-    """(B, ...) of each slot → (B, n, ...)."""
-    return torch.stack(slots, dim=1) if slots else none
-
-
-def _processed(logits_processor: Callable, prefix: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Draft logits (B, V) after the processors. Where these allow only tokens that cannot be drafted, every token they
-    allow is as good as another."""
-    processed = logits_processor(prefix, logits.clone())
-    stuck = ~processed.isfinite().any(dim=-1, keepdim=True)
-    if not stuck.any():
-        return processed
-    return torch.where(stuck, logits_processor(prefix, torch.zeros_like(logits)), processed)
 
 
 DSparkDrafterModel.register_for_auto_class("AutoModel")

@@ -4,6 +4,8 @@ Most processors look at the text so far, so that a token's logits are processed 
 token that comes after a refused one are never needed. n rows, V vocabulary.
 """
 
+from collections.abc import Callable
+
 import torch
 from transformers import (
     EncoderNoRepeatNGramLogitsProcessor,
@@ -139,3 +141,18 @@ class PositionLogits:
     def raw_logits(self, position: int) -> torch.Tensor:
         """(n, V) float32, a copy."""
         return self.raw[:, position].to(self.candidates.device, torch.float32, copy=True)
+
+
+def stacked(slots: list[torch.Tensor], none: torch.Tensor) -> torch.Tensor:
+    """(B, ...) of each slot → (B, n, ...)."""
+    return torch.stack(slots, dim=1) if slots else none
+
+
+def processed_draft(logits_processor: Callable, prefix: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Draft logits (B, V) after the processors. Where these allow only tokens that cannot be drafted, every token they
+    allow is as good as another."""
+    processed = logits_processor(prefix, logits.clone())
+    stuck = ~processed.isfinite().any(dim=-1, keepdim=True)
+    if not stuck.any():
+        return processed
+    return torch.where(stuck, logits_processor(prefix, torch.zeros_like(logits)), processed)

@@ -23,8 +23,9 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from ..backbone_dspark import RMS_NORMS, DSparkRotaryEmbedding
-from ..modeling_dspark import DSparkDrafterModel, DSparkDraftOutput, DSparkOutput, _processed, _stacked
+from ..modeling_dspark import DSparkDrafterModel, DSparkDraftOutput, DSparkOutput
 from ..objective_dspark import Objective, drafter_loss
+from ..processing_dspark import processed_draft, stacked
 from ..rows_dspark import RowCache, left_aligned
 from ..scheduling_dspark import FixedLength, VerifyPolicy
 from .configuration_eagle3 import Eagle3Config
@@ -128,7 +129,7 @@ class Eagle3DrafterModel(DSparkDrafterModel):
             step_logits = bases[-1].float()
             if logits_processor:
                 prefix = torch.cat([input_ids, *(t[:, None] for t in drafted)], dim=1)
-                step_logits = _processed(logits_processor, prefix, step_logits)
+                step_logits = processed_draft(logits_processor, prefix, step_logits)
             if do_sample:
                 drafted.append(torch.multinomial(step_logits.softmax(dim=-1), 1)[:, 0])
             else:
@@ -138,10 +139,10 @@ class Eagle3DrafterModel(DSparkDrafterModel):
 
         rows, (hidden_size, whole) = len(anchor_ids), (self.config.hidden_size, self.config.vocab_size)
         return DSparkDraftOutput(
-            token_ids=_stacked(drafted, anchor_ids.new_empty(rows, 0)),
-            logits=_stacked(logits, hidden.new_empty(rows, 0, whole, dtype=torch.float32)),
-            hidden_states=_stacked(states, hidden.new_empty(rows, 0, hidden_size)),
-            base_logits=_stacked(bases, hidden.new_empty(rows, 0, whole)),
+            token_ids=stacked(drafted, anchor_ids.new_empty(rows, 0)),
+            logits=stacked(logits, hidden.new_empty(rows, 0, whole, dtype=torch.float32)),
+            hidden_states=stacked(states, hidden.new_empty(rows, 0, hidden_size)),
+            base_logits=stacked(bases, hidden.new_empty(rows, 0, whole)),
             cache=cache,
         )
 

@@ -5,7 +5,6 @@ All arms decode greedily. A row counts with the tokens it gets, padding left out
 against the first, row by row.
 """
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -15,11 +14,13 @@ from typing import Any
 import torch
 
 from ..profile_dspark import SPSProfile
-from ..profiling_dspark import machine
+from ..profiling_dspark import is_loaded, machine
 from ..scheduling_dspark import PrefixScheduler
 from ..telemetry_dspark import record_speculation
+from .acceptance import left_padded
 from .benchmark import Arm
 from .comparison import first_difference
+from .loading import chat_inputs
 
 
 def run_batch_benchmark(
@@ -42,7 +43,6 @@ def run_batch_benchmark(
         verified tokens per request and round, texts that differ).
     """
     sizes = list(batch_sizes)
-    tokenizer.padding_side = "left"
     work = []
     for size in sizes:
         count = max(size, 8 // size * size)
@@ -51,7 +51,7 @@ def run_batch_benchmark(
         work += [(size, list(prompts[i : i + size])) for i in range(0, count, size)] * repeats
     for arm in arms:
         _generate(arm, _inputs(tokenizer, prompts[:1], arm.target.device), 8)
-    busy = os.getloadavg()[0] > torch.get_num_threads() + 1
+    busy = is_loaded()
     calls = []
     for index, (size, batch) in enumerate(progress(work)):
         shift = index % len(arms)
@@ -86,10 +86,8 @@ def scheduling_cost(rows: int = 256, block_size: int = 7, repeats: int = 200) ->
 
 
 def _inputs(tokenizer: Any, prompts: Sequence[str], device: torch.device) -> dict[str, torch.Tensor]:
-    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True, "padding": True}
-    inputs = tokenizer.apply_chat_template(chats, **options)
-    return {key: inputs[key].to(device) for key in ("input_ids", "attention_mask")}
+    texts = [chat_inputs(tokenizer, prompt, "cpu")["input_ids"][0] for prompt in prompts]
+    return {key: value.to(device) for key, value in left_padded(texts).items()}
 
 
 def _generate(arm: Arm, inputs: dict[str, torch.Tensor], max_new_tokens: int) -> tuple[list[torch.Tensor], dict]:
