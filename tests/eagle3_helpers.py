@@ -26,6 +26,12 @@ def training_batch() -> dict[str, torch.Tensor]:
     return {key: value for key, value in recorded.items() if not key.startswith("grad.") and key != "loss"}
 
 
+def every_step(eagle: Eagle3DrafterModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """norm(o) of all steps at all positions, (B, T, γ, H)."""
+    everywhere = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
+    return eagle._unrolled(batch["input_ids"], batch["target_hidden_states"], everywhere, None)
+
+
 def text_and_states(count: int = 20) -> dict[str, torch.Tensor]:
     """A recorded text up to an anchor and the states before it, as arguments of `draft()`."""
     batch = training_batch()

@@ -2,9 +2,11 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 import yaml
 from generation_helpers import character_tokenizer
 from helpers import FIXTURES, expected_greedy, load_target
@@ -12,10 +14,10 @@ from training_helpers import DRAFTER as DRAFTER_SETTINGS
 from typer.testing import CliRunner
 
 import dspark_hf.cli
-from dspark_hf import ConfidenceThreshold, FixedLength, record_speculation
+from dspark_hf import ConfidenceThreshold, DSparkDrafterModel, FixedLength, record_speculation
 from dspark_hf.baselines import Eagle3DrafterModel
 from dspark_hf.cli.generate import ACCEPTED, ColourStreamer
-from dspark_hf.evaluation.benchmark import Arm, parse_policy, run_benchmark
+from dspark_hf.evaluation.benchmark import Arm, parse_policy, run_benchmark, summarise
 from dspark_hf.evaluation.comparison import first_difference
 from dspark_hf.evaluation.loading import load_pair, load_prompts
 from dspark_hf.profile_dspark import SPSProfile
@@ -89,6 +91,46 @@ def test_bench_writes_what_it_measured(target_folder, tmp_path):
     for row in data["prompts"]:
         lengths = row["dspark fixed"]["acceptance_lengths"]
         assert row["dspark fixed"]["tokens"] <= 1 + sum(lengths)
+
+
+def test_bench_compares_drafters(target_folder, tmp_path):
+    """A mask-filling DFlash runs in our loop and natively, with the same text and as many forwards; a small model
+    assists in transformers' own way; what the parts of a round cost is measured."""
+    zlab = DSparkDrafterModel.from_pretrained(FIXTURES / "drafter_qwen3_dflash")
+    zlab.config.sample_from_anchor, zlab.config.block_size = False, 5
+    zlab.embed_tokens = zlab.lm_head = None
+    zlab.config.has_embed_tokens = zlab.config.has_lm_head = False
+    zlab.save_pretrained(tmp_path / "zlab")
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "bench.json"
+    prompts.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in PROMPTS[:2]))
+    options = ["--target", target_folder, "--drafter", DRAFTER, "--prompts", str(prompts), "--no-rivals"]
+    against = ["--against", str(tmp_path / "zlab"), "--against", str(FIXTURES / "drafter_qwen3_eagle3")]
+    more = ["--assistant", target_folder, "--max-new-tokens", "16", "--output", str(output)]
+    result = run("bench", *options, *against, *more)
+    assert result.exit_code == 0, result.output
+    summary = json.loads(output.read_text())["summary"]
+    native = {"DFlash zlab, native"} if hasattr(transformers, "MuseGlimmerAssistantModel") else set()
+    assert summary.keys() - native == {"plain", f"assistant {Path(target_folder).name}", "dspark fixed", "DFlash zlab",
+                                       "EAGLE-3 drafter_qwen3_eagle3"}  # fmt: skip
+    assert native <= summary.keys() and all(arm["texts_that_differ"] == 0 for arm in summary.values())
+    assert all(arm["forwards"] == summary["DFlash zlab"]["forwards"] for name, arm in summary.items() if name in native)
+    plain, drafted = summary["plain"], summary["dspark fixed"]
+    assert (plain["forwards"], plain["draft_share"], plain["tokens_per_forward"]) == (32, 0.0, 1.0)
+    assert plain["formula_speed_up"] == 1.0 == plain["attained"]
+    assert 0 < drafted["draft_share"] < 1 and drafted["forwards"] < 32 and drafted["formula_speed_up"] > 0
+
+
+def test_attained_speed_up_of_known_times():
+    def call(tokens, seconds, forwards, forward_seconds, draft_seconds):
+        rounds = {"acceptance_lengths": [], "proposal_lengths": [], "accepted_lengths": []}
+        return rounds | {"tokens": tokens, "seconds": seconds, "forwards": forwards, "forward_seconds": forward_seconds,
+                         "draft_seconds": draft_seconds}  # fmt: skip
+
+    rows = [{"plain": call(21, 2.5, 21, 2.0, 0.0), "drafted": call(21, 1.25, 6, 0.6, 0.2)}]
+    arm = summarise(rows, "drafted", "plain")
+    assert arm["formula_speed_up"] == pytest.approx(2.5)  # τ = 20/5 = 4; 0.1 / ((0.04 + 0.12) / 4)
+    assert arm["speed_up_total"] == 2.0 and arm["attained"] == pytest.approx(0.8)
+    assert arm["tokens_per_forward"] == 4.0 and arm["draft_share"] == pytest.approx(0.16)
 
 
 def test_bench_train_writes_what_it_measured(target_folder, tmp_path):

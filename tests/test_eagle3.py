@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from eagle3_helpers import assert_same_draft, load_eagle, shared_eagle, text_and_states, training_batch
+from eagle3_helpers import assert_same_draft, every_step, load_eagle, shared_eagle, text_and_states, training_batch
 from generation_helpers import IDS, NEW, same_text
-from helpers import expected, expected_greedy, gradients, load_target
+from helpers import expected, expected_greedy, gradients, load_drafter, load_target
 from scipy.stats import chisquare
 from test_batch import BATCH, PROMPTS, alone, same_rows, unpadded
 from torch.nn import functional as F
@@ -87,7 +87,8 @@ def test_drafting_is_what_training_unrolls(eagle, do_sample):
         assert (cache.max_length, cache.lengths.tolist()) == (count, [count])  # none of its own steps is kept
         text = torch.cat([ids, draft.token_ids], dim=1)
         with torch.no_grad():
-            hidden = eagle._unrolled(text, F.pad(states[:, :count], (0, 0, 0, 8)))[:, count - 1]
+            known = {"input_ids": text, "target_hidden_states": F.pad(states[:, :count], (0, 0, 0, 8))}
+            hidden = every_step(eagle, known)[:, count - 1]
         torch.testing.assert_close(draft.hidden_states, hidden, rtol=0, atol=1e-5)
         torch.testing.assert_close(draft.logits, eagle.lm_head(hidden), rtol=0, atol=1e-5)
         if not do_sample:
@@ -286,7 +287,7 @@ def test_states_from_the_attached_target(target):
 def test_without_a_teacher_tokens_are_learnt(eagle):
     batch = {key: value for key, value in training_batch().items() if key != "target_last_hidden_states"}
     output = eagle(**batch)
-    logits = eagle.lm_head(eagle._unrolled(batch["input_ids"], batch["target_hidden_states"]))
+    logits = eagle.lm_head(every_step(eagle, batch))
     losses = F.cross_entropy(logits.transpose(1, 3).transpose(2, 3), output.target_ids, reduction="none")
     wanted = (losses * output.loss_mask * 0.8 ** torch.arange(7)).sum() / 128
     torch.testing.assert_close(output.loss, wanted)
@@ -297,13 +298,69 @@ def test_without_a_teacher_tokens_are_learnt(eagle):
 def test_acceptance_is_reported_per_step(eagle):
     batch = training_batch()
     output = eagle(**batch)
-    draft = eagle.lm_head(eagle._unrolled(batch["input_ids"], batch["target_hidden_states"])).softmax(dim=-1)
+    draft = eagle.lm_head(every_step(eagle, batch)).softmax(dim=-1)
     teacher = eagle.lm_head(batch["target_last_hidden_states"]).softmax(dim=-1)
     t, s = 25, 3
     overlap = torch.minimum(draft[0, t, s], teacher[0, t + s + 1]).sum()
     assert output.loss_mask[0, t, s] and output.acceptance.shape == (2, 64, 7)
     torch.testing.assert_close(output.acceptance[0, t, s], overlap)
     assert output.target_ids[0, t, s] == batch["input_ids"][0, t + s + 2]
+
+
+ANCHORS = torch.tensor([[9, 20, 26, 45], [12, 13, 30, 0]])
+MASK = torch.tensor([[True] * 4, [True, True, True, False]])
+
+
+def test_steps_from_anchors_are_those_at_every_position(eagle):
+    """The block of anchor p is what position p − 1 unrolls; labels and slots are those of a DSpark drafter."""
+    batch = training_batch()
+    whole = eagle(**batch)
+    output = eagle(**batch, anchor_positions=ANCHORS, anchor_mask=MASK)
+    fewer = batch | {"target_hidden_states": batch["target_hidden_states"][..., :192]}  # it reads three layers
+    dspark = load_drafter()(**fewer, anchor_positions=ANCHORS, anchor_mask=MASK)
+    assert torch.equal(output.loss_mask, dspark.loss_mask) and output.loss_mask.sum() > 20
+    assert torch.equal(output.target_ids[output.loss_mask], dspark.target_ids[output.loss_mask])
+    rows = torch.arange(2)[:, None].expand_as(ANCHORS)
+    same = whole.acceptance[rows, ANCHORS - 1][output.loss_mask & whole.loss_mask[rows, ANCHORS - 1]]
+    known = output.acceptance[output.loss_mask & whole.loss_mask[rows, ANCHORS - 1]]
+    assert len(known) > 20 and known.std() > 0.01
+    torch.testing.assert_close(known, same, rtol=0, atol=1e-5)
+
+
+def test_loss_of_anchors_is_the_mean_by_weight(eagle):
+    batch = {key: value for key, value in training_batch().items() if key != "target_last_hidden_states"}
+    output = eagle(**batch, anchor_positions=ANCHORS, anchor_mask=MASK)
+    logits = eagle.lm_head(every_step(eagle, batch))[torch.arange(2)[:, None], (ANCHORS - 1).clamp(min=0)]
+    losses = F.cross_entropy(logits.flatten(0, 2), output.target_ids.flatten(), reduction="none").view(2, 4, 7)
+    weights = output.loss_mask * 0.8 ** torch.arange(7)
+    torch.testing.assert_close(output.loss, (losses * weights).sum() / weights.sum())
+    halves = [eagle(**batch, anchor_positions=ANCHORS, anchor_mask=MASK & part, total_weight=weights.sum()).loss
+              for part in (torch.arange(4) < 2, torch.arange(4) >= 2)]  # fmt: skip
+    torch.testing.assert_close(sum(halves), output.loss)
+
+
+def test_packed_texts_do_not_meet(eagle):
+    batch = training_batch()
+    parts = [{key: value[i : i + 1, :length] for key, value in batch.items() if key != "attention_mask"}
+             for i, length in ((0, 64), (1, 56))]  # fmt: skip
+    packed = {key: torch.cat([part[key] for part in parts], dim=1) for key in parts[0]}
+    packed["document_ids"] = (torch.arange(120) >= 64).long()[None]
+    anchors = [ANCHORS[:1], ANCHORS[1:, :3]]
+    alone = [eagle(**part, anchor_positions=where) for part, where in zip(parts, anchors, strict=True)]
+    together = eagle(**packed, anchor_positions=torch.cat([anchors[0], anchors[1] + 64], dim=1))
+    wanted = torch.cat([output.acceptance for output in alone], dim=1)
+    torch.testing.assert_close(together.acceptance, wanted, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="document_ids were given, expected anchor_positions"):
+        eagle(**packed)
+
+
+def test_anchors_without_a_token_before_them_teach_nothing(eagle):
+    batch = training_batch() | {"loss_mask": torch.ones(2, 64, dtype=torch.long)}
+    output = eagle(**batch, anchor_positions=torch.tensor([[0, 20], [0, 20]]))
+    assert output.loss_mask.any(dim=-1).tolist() == [[False, True], [False, True]]
+    batch["document_ids"] = (torch.arange(64) >= 20).long().expand(2, -1)
+    output = eagle(**batch, anchor_positions=torch.tensor([[21, 20], [21, 20]]))
+    assert output.loss_mask.any(dim=-1).tolist() == [[True, False], [True, False]]
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from eagle3_helpers import FOLDER, LAYERS, assert_same_draft, shared_eagle, text_and_states, training_batch
+from eagle3_helpers import FOLDER, LAYERS, assert_same_draft, every_step, shared_eagle, text_and_states, training_batch
 from generation_helpers import IDS, NEW
 from helpers import VOCABULARY, load_target
 from safetensors.torch import load_file, save_file
@@ -123,7 +123,7 @@ def test_training_in_a_reduced_vocabulary(tmp_path, target):
     batch = training_batch()
     model = Eagle3DrafterModel.from_pretrained(specforge(tmp_path), **LAYERS).attach_target(target)
     output = model(**batch)
-    hidden = model._unrolled(batch["input_ids"], batch["target_hidden_states"])
+    hidden = every_step(model, batch)
     log_draft = model.lm_head(hidden).log_softmax(dim=-1)
     teacher = target.lm_head(batch["target_last_hidden_states"]).softmax(dim=-1)[..., VOCABULARY]
     total = 0.0

@@ -222,7 +222,7 @@ def test_averages_count_each_data_set_once():
 
 
 def test_description_of_drafters(drafter):
-    assert describe(drafter("qwen3_dflash"), "a/b")["method"] == "DSpark (no sequential head)"
+    assert describe(drafter("qwen3_dflash"), "a/b")["method"] == "DFlash"
     rival = type("Eagle3DrafterModel", (), {})()
     rival.config = SimpleNamespace(to_dict=lambda: {"num_hidden_layers": 1, "block_size": 7})
     assert describe(rival, "org/eagle") == {"name": "eagle", "method": "Eagle3", "layers": 1, "block_size": 7}

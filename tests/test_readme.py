@@ -18,7 +18,7 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.S)
 COMMANDS = [
     line.strip() for line in re.findall(r"^    (?=\S)(.*)$", re.sub(r"```.*?```", "", README, flags=re.S), re.M)
 ]
-TRAINING = ("dspark train", "dspark regenerate", "dspark cache")
+TRAINING = ("dspark train", "dspark regenerate", "dspark cache", "dspark compare")
 EVALUATION = ("dspark evaluate", "dspark plot")
 DECODING = [c for c in COMMANDS if c.startswith("dspark") and not c.startswith(TRAINING + EVALUATION)]
 SAID = {
@@ -92,8 +92,8 @@ def test_training_commands(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "training").symlink_to(ROOT / "training")
     (tmp_path / "prompts.jsonl").write_text('{"turns": ["What is 7 times 8?"]}\n{"turns": ["Name a colour."]}\n')
-    commands = [c for c in COMMANDS if c.startswith(TRAINING)]
-    assert len(commands) == 5
+    commands, said = [c for c in COMMANDS if c.startswith(TRAINING)], []
+    assert len(commands) == 6
     for command in commands:
         arguments = shlex.split(command)[1:]
         if arguments[0] == "regenerate":
@@ -102,7 +102,8 @@ def test_training_commands(monkeypatch, tmp_path):
             arguments += ["--dry-run"]
         result = CliRunner().invoke(app, arguments, catch_exceptions=False)
         assert result.exit_code == 0, result.output
-    assert "2 texts, all whole" in result.output
+        said.append(result.output)
+    assert any("2 texts, all whole" in text for text in said) and "% over eagle3" in said[-1]
 
 
 def test_other_commands_exist():

@@ -19,8 +19,10 @@ from transformers import Gemma4TextConfig, LlamaConfig, Qwen3Config
 from typer.testing import CliRunner
 
 from dspark_hf import DSparkDrafterModel
+from dspark_hf.baselines import Eagle3DrafterModel, new_drafter
 from dspark_hf.cli import app
-from dspark_hf.training import DSparkTrainingArguments, Recipe, run_recipe
+from dspark_hf.evaluation.loading import load_drafter
+from dspark_hf.training import DSparkTrainer, DSparkTrainingArguments, Recipe, run_recipe
 from dspark_hf.training.estimate import estimate_run
 
 CONFIGS = sorted((Path(__file__).parents[1] / "training" / "configs").glob("*.yaml"))
@@ -147,6 +149,41 @@ def test_warm_start_with_lora(folder, tmp_path):
     assert before.keys() == after.keys() and "layers.0.mlp.up_proj.weight" in changed
     assert not {"fc.weight", "norm.weight", "d2t"} & changed
     assert (tmp_path / "second" / "adapter" / "adapter_config.json").exists()
+
+
+METHODS = {"dflash": DSparkDrafterModel, "eagle3": Eagle3DrafterModel, "mtp1": Eagle3DrafterModel}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_other_methods_are_trained_by_the_same_recipe(folder, tmp_path, method):
+    path = write(tmp_path / "recipe.yaml", recipe(folder, tmp_path / "run"))
+    options = ["--method", method, "--max-steps", "2"]
+    estimate = CliRunner().invoke(app, ["train", str(path), *options, "--dry-run"], catch_exceptions=False)
+    assert CliRunner().invoke(app, ["train", str(path), *options], catch_exceptions=False).exit_code == 0
+    target = load_target()
+    drafter = load_drafter(str(tmp_path / "run" / "drafter"), target.config)
+    count = sum(parameter.numel() for parameter in drafter.parameters()) / 1e6
+    assert type(drafter) is METHODS[method] and f"{count:,.1f} M parameters" in estimate.output
+    assert drafter.config.block_size == (1 if method == "mtp1" else 4) and drafter.markov_head is None
+    ids = texts()[0]["input_ids"][None, :40]
+    plain = target.generate(ids, max_new_tokens=8, do_sample=False)
+    assert torch.equal(target.generate(ids, assistant_model=drafter.eval(), max_new_tokens=8, do_sample=False), plain)
+    again = recipe(folder, tmp_path / "again", drafter=None, init_from=str(tmp_path / "run" / "drafter"))
+    assert type(again.load_drafter(target, [])) is METHODS[method]
+
+
+@pytest.mark.parametrize("method", ["dflash", "eagle3"])
+def test_other_methods_keep_their_objective(folder, tmp_path, method):
+    """Settings of the recipe replace what they name, and nothing else."""
+    torch.manual_seed(0)
+    drafter = new_drafter(method, load_target().config, **DRAFTER)
+    arguments = DSparkTrainingArguments(**TRAINING, output_dir=str(tmp_path), objective={"chunk_size": 9})
+    trainer = DSparkTrainer(drafter, arguments, load_target(), train_dataset=texts())
+    assert trainer.objective == replace(drafter.default_objective(True), chunk_size=9)
+    assert (trainer.objective.l1_weight, trainer.objective.confidence_weight) == (0.0, 0.0)
+    first = float(drafter(**next(iter(trainer.get_train_dataloader())), objective=trainer.objective).loss)
+    trainer.train()
+    assert trainer.state.log_history[-2]["loss"] < first
 
 
 def test_a_cache_of_another_target_is_refused(folder, tmp_path):

@@ -11,6 +11,8 @@ at RoPE position t + s, and attends to the pairs of step 0 up to t and to those 
 
     L = Σ_s β^s Σ_t m_{t+s} · CE(target's distribution at t+s+1, draft) / (B·T),   m the response mask
 
+With anchors, the sum is over t = p − 1 for each anchor p and over the slots of its block, and the divisor their weight.
+
 Shapes: B rows, T tokens of text, γ steps, H hidden size, L target layers read, V vocabulary, D draft vocabulary.
 """
 
@@ -19,17 +21,16 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from ..backbone_dspark import RMS_NORMS, DSparkRotaryEmbedding
-from ..modeling_dspark import DSparkDrafterModel, DSparkDraftOutput, DSparkOutput
-from ..objective_dspark import Objective, drafter_loss
+from ..drafter_dspark import DrafterModel, DSparkDraftOutput, DSparkOutput
+from ..objective_dspark import Objective, block_labels, drafter_loss, text_positions
 from ..processing_dspark import processed_draft, stacked
 from ..rows_dspark import RowCache, left_aligned
-from ..scheduling_dspark import FixedLength, VerifyPolicy
 from .configuration_eagle3 import Eagle3Config
 from .eagle3_backbone import Eagle3DecoderLayer
+from .eagle3_objective import entropies, shifted, unrolled_slots, with_predecessor
 
 
 class Eagle3Cache(RowCache):
@@ -46,26 +47,21 @@ class Eagle3Cache(RowCache):
             self.columns = self.columns[rows.to(self.columns.device)]
 
 
-class Eagle3DrafterModel(DSparkDrafterModel):
+class Eagle3DrafterModel(DrafterModel):
     """An EAGLE-3 drafter, used and trained as the DSpark one. Loads this package's layout and those of DeepSpec and
     SpecForge as they are (the latter with `num_target_layers=`, which its files lack)."""
 
     config_class = Eagle3Config
-    _auto_class = None
     _no_split_modules = ["Eagle3DecoderLayer"]
-    _supports_flex_attn = False  # every step has a mask of another width
 
     def __init__(self, config: Eagle3Config):
-        PreTrainedModel.__init__(self, config)  # a DSpark drafter has other parts
+        super().__init__(config)
         hidden = config.hidden_size
         self.fc = nn.Linear(len(config.target_layer_ids) * hidden, hidden, bias=False)
         self.layers = nn.ModuleList([Eagle3DecoderLayer(config)])
         self.norm = RMS_NORMS[config.backbone_type](hidden, eps=config.rms_norm_eps)
         self.rotary_emb = DSparkRotaryEmbedding(config)
         self._init_vocabulary(config)
-        self.verify_policy: VerifyPolicy = FixedLength()
-        self.acceptance_rule = "token"
-        self.gradient_checkpointing = False
         self.post_init()
 
     @classmethod
@@ -186,28 +182,38 @@ class Eagle3DrafterModel(DSparkDrafterModel):
         loss_mask: torch.Tensor | None = None,
         target_hidden_states: torch.Tensor | None = None,
         target_last_hidden_states: torch.Tensor | None = None,
+        anchor_positions: torch.LongTensor | None = None,
+        anchor_mask: torch.BoolTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         target_logsumexp: torch.Tensor | None = None,
+        document_ids: torch.LongTensor | None = None,
         objective: Objective | None = None,
         total_weight: torch.Tensor | None = None,
         return_loss: bool = True,
     ) -> DSparkOutput:
-        """The training pass: γ unrolled steps at every position of known text.
+        """The training pass: γ unrolled steps at every position of known text, or at those before some anchors only.
 
         Args:
             input_ids, loss_mask, target_hidden_states, target_last_hidden_states, attention_mask, target_logsumexp: as
                 for the DSpark drafter.
+            anchor_positions, anchor_mask: (B, A), as for the DSpark drafter and with the same labels, so that both can
+                be trained on the very same slots; the steps of anchor p start at t = p − 1. EAGLE-3's own training, at
+                every position, by default.
+            document_ids: (B, T), as for the DSpark drafter; with anchors only.
             objective: weights of the loss terms. By default soft cross-entropy, which is KL plus the entropy of the
                 target: that entropy is added wherever `kl_weight` is above 0. In a reduced draft vocabulary both are
                 sums over its tokens, at the target's own chances.
-            total_weight: the divisor of the loss, B·T by default.
+            total_weight: the divisor of the loss; by default B·T, or with anchors the weight of their slots.
 
         Returns:
-            As for the DSpark drafter, every position being an anchor (A = T): step s at position t is slot (t, s).
+            As for the DSpark drafter; without anchors every position counts as one (A = T): step s at position t is
+            slot (t, s).
         """
         self.check_lender()
         if input_ids.ndim != 2:
             raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}, expected (B, T)")
+        if document_ids is not None and (anchor_positions is None or target_hidden_states is None):
+            raise ValueError("document_ids were given, expected anchor_positions and target_hidden_states with them")
         real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         loss_mask = real if loss_mask is None else loss_mask
         if target_hidden_states is None:
@@ -216,25 +222,30 @@ class Eagle3DrafterModel(DSparkDrafterModel):
         if objective.needs_teacher and target_last_hidden_states is None:
             raise ValueError(f"target_last_hidden_states is missing, expected with {objective}")
 
-        slot_mask, labels = self._slots(input_ids, loss_mask, real)
+        if anchor_positions is None:
+            anchors = torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device).expand_as(input_ids)
+            slot_mask, labels = unrolled_slots(input_ids, loss_mask, real, self.config.block_size)
+            if total_weight is None:
+                total_weight = torch.tensor(float(input_ids.numel()), device=input_ids.device)
+        else:
+            anchors, mask = with_predecessor(anchor_positions, anchor_mask, document_ids)
+            labels, slot_mask = block_labels(input_ids, loss_mask, anchors, mask, self.config.block_size, document_ids)
         draft_labels = self.to_draft_labels(labels.clamp(min=0)).masked_fill(labels < 0, -100)
-        hidden = self._unrolled(input_ids, target_hidden_states)
-        taught = torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device).expand_as(input_ids)
+        hidden = self._unrolled(input_ids, target_hidden_states, (anchors - 1).clamp(min=0), document_ids)
         has_teacher = target_last_hidden_states is not None
         if has_teacher:
-            rows = taught[..., None] + torch.arange(slot_mask.shape[-1], device=input_ids.device)
+            rows = anchors[..., None] + torch.arange(slot_mask.shape[-1], device=input_ids.device)
             rows = (rows + input_ids.shape[1] * torch.arange(len(rows), device=rows.device)[:, None, None])[slot_mask]
             states = target_last_hidden_states.flatten(0, 1)
             target_logsumexp = self.teacher_logsumexp(states, rows, target_logsumexp)
         losses = self._slot_losses(
-            hidden, None, draft_labels, slot_mask, taught, target_last_hidden_states, target_logsumexp, objective
+            hidden, None, draft_labels, slot_mask, anchors, target_last_hidden_states, target_logsumexp, objective
         )
         if objective.kl_weight:
-            entropies = _entropies(self.teacher_logits, states, rows, target_logsumexp, objective.chunk_size)
-            losses[2, slot_mask] += entropies[rows]
-        divisor = losses.new_tensor(input_ids.numel()) if total_weight is None else total_weight
+            target_entropies = entropies(self.teacher_logits, states, rows, target_logsumexp, objective.chunk_size)
+            losses[2, slot_mask] += target_entropies[rows]
         return DSparkOutput(
-            **drafter_loss(losses, has_teacher, draft_labels < 0, None, slot_mask, objective, divisor),
+            **drafter_loss(losses, has_teacher, draft_labels < 0, None, slot_mask, objective, total_weight),
             target_ids=labels,
             loss_mask=slot_mask,
         )
@@ -244,33 +255,39 @@ class Eagle3DrafterModel(DSparkDrafterModel):
         decay = -1.0 / math.log(self.config.step_loss_decay)
         return Objective(0.0 if has_teacher else 1.0, 0.0, 0.0, kl_weight=1.0 if has_teacher else 0.0, decay=decay)
 
-    def _slots(
-        self, input_ids: torch.Tensor, loss_mask: torch.Tensor, real: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which steps count and their labels x_{t+s+2}, −100 beyond the text, both (B, T, γ)."""
-        steps = range(self.config.block_size)
-        # m is the reference's, at t + s; the target's distribution at t + s + 1 is that of x_{t+s+2}.
-        counts = [_shifted(loss_mask.bool(), s) & _shifted(real.bool(), s + 1) for s in steps]
-        labels = [_shifted(input_ids, s + 2).masked_fill(~_shifted(real.bool(), s + 2), -100) for s in steps]
-        return torch.stack(counts, dim=-1), torch.stack(labels, dim=-1)
-
-    def _unrolled(self, input_ids: torch.Tensor, target_hidden_states: torch.Tensor) -> torch.Tensor:
-        """norm(o) of every step, (B, T, γ, H)."""
-        layer, length, device = self.layers[0], input_ids.shape[1], input_ids.device
+    def _unrolled(
+        self,
+        input_ids: torch.Tensor,
+        target_hidden_states: torch.Tensor,
+        starts: torch.Tensor,
+        document_ids: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """norm(o) of every step from the positions t in `starts` (B, A) on, (B, A, γ, H). Step 0 is made for the whole
+        text, since all pairs of it can be attended to; later steps for those positions alone."""
+        layer, (_, length), device = self.layers[0], input_ids.shape, input_ids.device
+        text = torch.arange(length, device=device).expand_as(input_ids)
+        seen = text[:, None] <= starts[..., None]
+        if document_ids is not None:
+            text = text_positions(document_ids)
+            seen = seen & (document_ids[:, None] == document_ids.gather(1, starts)[..., None])
         hidden = self.fc(target_hidden_states.to(self.fc.weight.dtype))
-        diagonal = torch.eye(length, dtype=torch.bool, device=device)
-        seen = torch.ones_like(diagonal).tril()
-        keys, values, outputs = [], [], []
+        pairs = layer.pairs(self.embed(shifted(input_ids, 1)), hidden)
+        key, value = layer.self_attn.key_value(pairs, *self.rotary_emb(text, pairs.dtype))
+        hidden, pairs = (part.gather(1, starts[..., None].expand(-1, -1, part.shape[2])) for part in (hidden, pairs))
+        first = text.gather(1, starts)
+        diagonal = torch.eye(starts.shape[1], dtype=torch.bool, device=device).expand(len(starts), -1, -1)
+        keys, values, outputs = [key], [value], []
         for step in range(self.config.block_size):
-            embeds = self.embed(_shifted(input_ids, step + 1))
-            cos, sin = self.rotary_emb(torch.arange(step, step + length, device=device)[None], embeds.dtype)
-            pairs = layer.pairs(embeds, hidden)
-            key, value = layer.self_attn.key_value(pairs, cos, sin)
-            keys, values = [*keys, key], [*values, value]
-            mask = self._attention_mask(seen[None, None], embeds.dtype)
+            cos, sin = self.rotary_emb(first + step, pairs.dtype)
+            if step:
+                follows = (starts + step + 1).clamp(max=length - 1)  # beyond the text nothing counts
+                pairs = layer.pairs(self.embed(input_ids.gather(1, follows)), hidden)
+                key, value = layer.self_attn.key_value(pairs, cos, sin)
+                keys, values = [*keys, key], [*values, value]
+                seen = torch.cat([seen, diagonal], dim=-1)
+            mask = self._attention_mask(seen[:, None], pairs.dtype)
             hidden = layer(hidden, pairs, torch.cat(keys, dim=2), torch.cat(values, dim=2), cos, sin, mask)
             outputs.append(hidden)
-            seen = torch.cat([seen, diagonal], dim=-1)
         return self.norm(torch.stack(outputs, dim=2))
 
 
@@ -297,29 +314,6 @@ def _aligned(context, context_lengths, input_ids, anchor_ids, cache: Eagle3Cache
     cache.columns = columns
     follows = (columns + held)[:, None] + torch.arange(1, context.shape[1] + 1, device=device)
     return context, input_ids.gather(1, follows.clamp(max=input_ids.shape[1] - 1)), counts
-
-
-def _shifted(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Entry t + `count` at t, 0 beyond the end, (B, T)."""
-    return F.pad(values[:, count:], (0, min(count, values.shape[1])))
-
-
-@torch.no_grad()
-def _entropies(
-    teacher_head: Callable[[torch.Tensor], torch.Tensor],
-    states: torch.Tensor,
-    rows: torch.Tensor,
-    logsumexp: torch.Tensor | None,
-    chunk_size: int,
-) -> torch.Tensor:
-    """−Σ_v p_t log p_t of the target at the given rows of its last states (n, H), (n,) float32, 0 elsewhere; the logits
-    of `chunk_size` rows exist at a time."""
-    result = torch.zeros(len(states), dtype=torch.float32, device=states.device)
-    for part in rows.unique().split(chunk_size):
-        logits = teacher_head(states[part]).float()
-        log_chances = logits - (logits.logsumexp(dim=-1) if logsumexp is None else logsumexp[part])[:, None]
-        result[part] = -(log_chances.exp() * log_chances).sum(dim=-1)
-    return result
 
 
 AutoConfig.register(Eagle3Config.model_type, Eagle3Config)

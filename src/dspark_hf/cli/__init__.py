@@ -7,6 +7,7 @@ import typer
 from .bench import bench
 from .cache import cache
 from .calibrate import calibrate
+from .compare import compare
 from .demo import demo
 from .doctor import doctor
 from .evaluate import evaluate
@@ -17,7 +18,7 @@ from .regenerate import regenerate
 from .train import train
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="DSpark speculative decoding.")
-for verb in (calibrate, demo, doctor, evaluate, generate, plot, profile, regenerate, train):
+for verb in (calibrate, compare, demo, doctor, evaluate, generate, plot, profile, regenerate, train):
     app.command()(verb)
 app.add_typer(bench, name="bench")
 app.add_typer(cache, name="cache")

@@ -13,12 +13,16 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from ..baselines.dflash import to_native
 from ..demo_target import demo_target_path
 from ..evaluation.batch_benchmark import run_batch_benchmark, scheduling_cost
 from ..evaluation.benchmark import SCHEDULERS, Arm, parse_policy, run_benchmark
-from ..evaluation.loading import load_pair, load_prompts, load_target
+from ..evaluation.evaluate import describe
+from ..evaluation.loading import load_drafter, load_pair, load_prompts, load_target
 from ..evaluation.training_benchmark import objective_benchmark, throughput_benchmark
+from ..packing import pack_linears
 from ..profile_dspark import SPSProfile
+from ..scheduling_dspark import FixedLength
 from ..training.manifest import human_size
 from ..training.recipe import Recipe
 from .demo import BUNDLED_DRAFTER
@@ -39,7 +43,15 @@ def decode(
     max_new_tokens: Annotated[int, typer.Option(help="Length of an answer.")] = 128,
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     pack: Annotated[bool, typer.Option(help="Pack linear layers for the CPU.")] = True,
-    rivals: Annotated[bool, typer.Option(help="Also measure prompt lookup, and plain generation unpacked.")] = True,
+    rivals: Annotated[
+        bool, typer.Option(help="Also measure prompt lookup, plain generation unpacked, and the target's own MTP.")
+    ] = True,
+    against: Annotated[
+        list[str] | None, typer.Option(help="Another drafter: DSpark, DFlash or EAGLE-3; may be given again.")
+    ] = None,
+    assistant: Annotated[
+        str | None, typer.Option(help="A small model for transformers' assisted generation: folder or Hub id.")
+    ] = None,
     output: Annotated[Path, typer.Option(help="Where the JSON goes.")] = Path("runs/bench.json"),
 ) -> None:
     """Measures generation with and without the drafter: tokens/s, speed-up, acceptance length."""
@@ -54,7 +66,15 @@ def decode(
         arms.append(Arm("plain, not packed", load_target(name, pack=False)[0], {}))
     if rivals:
         arms.append(Arm("prompt lookup", packed, {"prompt_lookup_num_tokens": 7}))
+        if getattr(packed.config.get_text_config(), "num_mtp_layers", None):
+            arms.append(Arm("MTP", packed, {"use_mtp": True}))
+    if assistant:
+        arms.append(
+            Arm(f"assistant {Path(assistant).name}", packed, {"assistant_model": load_target(assistant, pack)[0]})
+        )
     arms += _drafted(policy or ["fixed"], packed, model, profile)
+    for other in against or []:
+        arms += _rival(other, packed, pack)
     result = run_benchmark(
         arms, tokenizer, load_prompts(prompts, limit), max_new_tokens, lambda items: track(items, "prompts")
     )
@@ -110,6 +130,19 @@ def _drafted(names: list[str], target, drafter, profile: Path | None, sizes: Ite
     return [Arm(f"dspark {name}", target, options, parse_policy(name, curve)) for name in names]
 
 
+def _rival(name: str, target, pack: bool) -> list[Arm]:
+    """Another drafter in our loop and, a DFlash that transformers can run by itself, natively too."""
+    drafter = load_drafter(name, target.config, dtype=target.dtype).to(target.device).eval()
+    label, models = f"{describe(drafter, name)['method']} {Path(name).name}", [drafter]
+    if label.startswith("DFlash") and not drafter.config.sample_from_anchor:
+        models.append(to_native(drafter))
+    if pack and target.device.type == "cpu":
+        models = [pack_linears(model) for model in models]
+    ours, *native = ({"assistant_model": model} for model in models)
+    arms = [Arm(label, target, ours, FixedLength())]
+    return arms + [Arm(f"{label}, native", target, options, speculation_type="dflash") for options in native]
+
+
 @bench.command()
 def train(
     recipe: Annotated[Path, typer.Argument(help="YAML whose states are measured, online and cached.")],
@@ -145,14 +178,18 @@ def write(result: dict, output: Path) -> None:
 
 def table(result: dict) -> Table:
     """The summary, one row an arm."""
-    rows = Table("", "tokens/s", "speed-up", "τ", "acceptance by position", "texts that differ (near-ties)", box=None)
+    rows = Table("", "tokens/s", "speed-up", "τ", "forwards", "draft share", "of η", "acceptance by position",
+                 "texts that differ (near-ties)", box=None)  # fmt: skip
     for name, arm in result["summary"].items():
-        length = arm["acceptance_length"]
+        low, high = arm["tokens_per_second_quartiles"]
         rows.add_row(
             name,
-            f"{arm['tokens_per_second']:.1f}",
+            f"{arm['tokens_per_second']:.1f} ({low:.1f}–{high:.1f})",
             f"{arm['speed_up']:.2f}",
-            "" if length is None else f"{length:.2f}",
+            f"{arm['acceptance_length'] or arm['tokens_per_forward']:.2f}",
+            str(arm["forwards"]),
+            f"{arm['draft_share']:.0%}",
+            f"{arm['attained']:.0%}",
             " ".join(f"{a:.2f}" for a in arm["acceptance_by_position"]),
             f"{arm['texts_that_differ']} ({arm['of_these_near_ties']})",
         )

@@ -7,6 +7,7 @@ import torch
 import typer
 from rich.console import Console
 
+from ..baselines import METHODS
 from ..training.estimate import estimate_run
 from ..training.recipe import Recipe, run_recipe
 
@@ -18,6 +19,7 @@ def train(
     answers: Annotated[str | None, typer.Option(help="JSONL of answers, in place of the recipe's.")] = None,
     output_dir: Annotated[str | None, typer.Option(help="In place of the recipe's.")] = None,
     max_steps: Annotated[int | None, typer.Option(help="In place of the recipe's.")] = None,
+    method: Annotated[str | None, typer.Option(help=f"Of a new drafter: {', '.join(METHODS)}.")] = None,
     init_from: Annotated[str | None, typer.Option(help="Drafter to go on from, in place of a new one.")] = None,
     lora_r: Annotated[int | None, typer.Option(help="Train low-rank updates of this rank only.")] = None,
     train_fc: Annotated[bool, typer.Option(help="With --lora-r, also train the projection of the states.")] = False,
@@ -38,6 +40,7 @@ def train(
         target=target,
         prompts=prompts or None,
         answers=answers,
+        method=method,
         init_from=init_from,
         lora=lora,
         cache=cache,

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..baselines import Eagle3Config
 from ..profile_dspark import SPSProfile
 from ..profiling_dspark import machine
 from .acceptance import decode_prompts
@@ -234,13 +235,16 @@ def _cut_torn_line(path: Path) -> None:
 
 def describe(drafter: Any, name: str) -> dict[str, Any]:
     """What plots need to know of a drafter: `name`, `method`, `layers`, `block_size`."""
-    config = drafter.config.to_dict()  # rivals' configurations have other keys
-    method = type(drafter).__name__.removesuffix("DrafterModel")
-    if "markov_rank" in config:
-        method += f" ({config['markov_head_type']} head)" if config["markov_rank"] else " (no sequential head)"
+    config = drafter.config
+    if isinstance(config, Eagle3Config):
+        method = "EAGLE-3" if config.block_size > 1 else "MTP-1"
+    elif config.markov_rank:
+        method = f"DSpark ({config.markov_head_type} head)"
+    else:
+        method = "DSpark (no sequential head)" if config.enable_confidence_head else "DFlash"
     return {
         "name": Path(name).name,
         "method": method,
-        "layers": config["num_hidden_layers"],
-        "block_size": config["block_size"],
+        "layers": config.num_hidden_layers,
+        "block_size": config.block_size,
     }

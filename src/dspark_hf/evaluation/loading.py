@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, 
 
 from ..baselines import Eagle3Config, Eagle3DrafterModel
 from ..demo_target import target_path
+from ..drafter_dspark import DrafterModel
 from ..modeling_dspark import DSparkDrafterModel
 from ..packing import pack_linears, preferred_cpu_dtype
 
@@ -33,25 +34,32 @@ def load_pair(target_name: str, drafter_name: str, pack: bool = True):
         ValueError: for a drafter that is not there, or does not fit the target.
     """
     target, tokenizer = load_target(target_name, pack)
-    sizes = {"num_target_layers": target.config.get_text_config().num_hidden_layers}
-    drafter = load_drafter(drafter_name, sizes, dtype=target.dtype).to(target.device).eval()
+    drafter = load_drafter(drafter_name, target.config, dtype=target.dtype).to(target.device).eval()
     return target, tokenizer, pack_linears(drafter) if pack and target.device.type == "cpu" else drafter
 
 
-def load_drafter(name: str, sizes: dict[str, int] | None = None, **options: Any) -> DSparkDrafterModel:
+def load_drafter(name: str, target_config: PreTrainedConfig, **options: Any) -> DrafterModel:
     """DSpark, DFlash or EAGLE-3, as the checkpoint says.
 
     Args:
-        sizes: configuration keys that an EAGLE-3 checkpoint may lack.
+        target_config: of the target, for what an EAGLE-3 checkpoint may lack.
         options: of `from_pretrained`.
     """
+    model_class = drafter_class(name)
+    if model_class is Eagle3DrafterModel:
+        keys, _ = PreTrainedConfig.get_config_dict(name)
+        if "num_target_layers" not in keys:
+            options["num_target_layers"] = target_config.get_text_config().num_hidden_layers
+    return model_class.from_pretrained(name, **options)
+
+
+def drafter_class(name: str) -> type[DrafterModel]:
+    """The class that a checkpoint is of; a DFlash drafter is a `DSparkDrafterModel` without heads."""
     keys, _ = PreTrainedConfig.get_config_dict(name)
-    if keys.get("model_type") != Eagle3Config.model_type and not any(
-        "eagle3" in a.lower() for a in keys["architectures"]
-    ):
-        return DSparkDrafterModel.from_pretrained(name, **options)
-    missing = {key: value for key, value in (sizes or {}).items() if key not in keys}
-    return Eagle3DrafterModel.from_pretrained(name, **missing, **options)
+    eagle3 = keys.get("model_type") == Eagle3Config.model_type or any(
+        "eagle3" in architecture.lower() for architecture in keys["architectures"]
+    )
+    return Eagle3DrafterModel if eagle3 else DSparkDrafterModel
 
 
 def load_prompts(name: str, limit: int | None = None) -> list[str]:

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ..configuration_dspark import DSparkConfig
+from ..baselines import new_drafter
 from ..demo_target import target_path
-from ..modeling_dspark import DSparkDrafterModel
+from ..evaluation.loading import drafter_class
 from ..objective_dspark import Objective
 from .manifest import human_size
 from .recipe import Recipe
 from .trainer import DSparkTrainingArguments
 
 ADAM_BYTES = 16  # a parameter, its gradient and two moments, in float32
-LIVE_LOGITS = 4  # tensors of the size of a chunk's logits that are alive at a time
+LIVE_LOGITS = 16  # tensors of the size of a chunk's logits that are alive at a time, at most
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,14 @@ def estimate_run(recipe: Recipe) -> RunEstimate:
     """The estimate from the configurations alone; no weight is loaded."""
     arguments = DSparkTrainingArguments(**recipe.training)
     target_config = AutoConfig.from_pretrained(target_path(recipe.target))
-    config = (
-        DSparkConfig.for_target(target_config, **recipe.drafter)
-        if recipe.drafter is not None
-        else DSparkConfig.from_pretrained(recipe.init_from)
-    )
     with torch.device("meta"):
-        target, drafter = AutoModelForCausalLM.from_config(target_config), DSparkDrafterModel(config)
+        target = AutoModelForCausalLM.from_config(target_config)
+        if recipe.drafter is not None:
+            drafter = new_drafter(recipe.method, target_config, **recipe.drafter)
+        else:
+            model_class = drafter_class(recipe.init_from)
+            drafter = model_class(model_class.config_class.from_pretrained(recipe.init_from))
+    config = drafter.config
     objective = Objective(**arguments.objective)
     texts = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
     target_bytes = {4: 0.5, 8: 1.0}.get(recipe.target_bits, _dtype_bytes(recipe.target_dtype, target_config))
@@ -88,9 +89,10 @@ def _flops_per_text(config, drafter, target, length: int, reuse: int, cache: str
     """2 a weight and token forward, 6 forward and backward; attention, small beside it here, is left out."""
     keys = [getattr(layer.self_attn, name) for layer in drafter.layers for name in ("k_proj", "v_proj")]
     context = _count(drafter.fc) + sum(_count(module) for module in keys if module is not None)
-    slots = min(config.num_anchors, length) * config.block_size
+    anchors = min(config.num_anchors, length)
+    inputs, slots = anchors * config.num_block_inputs, anchors * config.block_size
     head = config.hidden_size * config.num_draft_logits
-    draft = 6 * context * length + 6 * (_count(drafter.layers) + _count(drafter.markov_head) + head) * slots
+    draft = 6 * (context * length + _count(drafter.layers) * inputs + (_count(drafter.markov_head) + head) * slots)
     teacher = 2 * head * min(slots, length)
     return draft + teacher + (0 if cache else 2 * _count(target.get_decoder()) * length / reuse)
 

@@ -11,9 +11,10 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..configuration_dspark import DSparkConfig
+from ..baselines import METHODS, new_drafter
 from ..demo_target import target_path
-from ..modeling_dspark import DSparkDrafterModel
+from ..drafter_dspark import DrafterModel
+from ..evaluation.loading import load_drafter
 from .cache import CachedStates
 from .data import count_draft_vocabulary, end_token_ids, load_conversations
 from .manifest import CacheSource, Manifest
@@ -30,6 +31,7 @@ class Recipe:
         target: Hub id or folder; `demo` is the model of `dspark demo`.
         training: settings of `DSparkTrainingArguments`.
         drafter: settings of `DSparkConfig.for_target`, for a new drafter.
+        method: of that drafter, one of `baselines.METHODS`; another than `dspark` leaves out what it has no place for.
         init_from: Hub id or folder of a drafter to go on from, in place of `drafter`.
         lora: train low-rank updates of that drafter only: settings of `peft.LoraConfig`, and `train_fc`, whether the
             projection of the target's states is trained too (false by default).
@@ -47,6 +49,7 @@ class Recipe:
     target: str
     training: dict[str, Any]
     drafter: dict[str, Any] | None = None
+    method: str = "dspark"
     init_from: str | None = None
     lora: dict[str, Any] | None = None
     answers: str = "answers.jsonl"
@@ -61,6 +64,8 @@ class Recipe:
     def __post_init__(self):
         if (self.drafter is None) == (self.init_from is None):
             raise ValueError(f"drafter is {self.drafter}, init_from {self.init_from}: expected one of them")
+        if self.method not in METHODS:
+            raise ValueError(f"method is {self.method!r}, expected one of {list(METHODS)}")
         if self.lora is not None and self.init_from is None:
             raise ValueError("lora is given without init_from, expected a trained drafter to adapt")
         if self.target_bits not in (None, 4, 8):
@@ -120,19 +125,19 @@ class Recipe:
         Manifest.load(self.cache).source.check(CacheSource.of(target, tokenizer, layer_ids, self.target), self.cache)
         return CachedStates(self.cache, texts)
 
-    def load_drafter(self, target: PreTrainedModel, texts: list[dict[str, Any]]) -> DSparkDrafterModel:
+    def load_drafter(self, target: PreTrainedModel, texts: list[dict[str, Any]]) -> DrafterModel:
         """The drafter to train, in float32: a new one, or `init_from`; wrapped by PEFT where `lora` is given."""
         if self.init_from is not None:
-            drafter = DSparkDrafterModel.from_pretrained(self.init_from, dtype=torch.float32)
+            drafter = load_drafter(self.init_from, target.config, dtype=torch.float32)
         else:
-            drafter = DSparkDrafterModel(DSparkConfig.for_target(target.config, **self.drafter))
+            drafter = new_drafter(self.method, target.config, **self.drafter)
             vocabulary = drafter.config.draft_vocab_size
             if vocabulary is not None:
                 drafter.set_draft_vocabulary(count_draft_vocabulary(texts, vocabulary, end_token_ids(target)))
         return drafter if self.lora is None else with_lora(drafter, **self.lora)
 
 
-def with_lora(drafter: DSparkDrafterModel, train_fc: bool = False, **settings: Any):
+def with_lora(drafter: DrafterModel, train_fc: bool = False, **settings: Any):
     """A `PeftModel` that trains low-rank updates of the backbone, and the small heads whole; `fc` on request."""
     from peft import LoraConfig, get_peft_model  # an optional dependency
 
@@ -159,6 +164,7 @@ def run_recipe(recipe: Recipe, resume: bool = False) -> Path:
         processing_class=tokenizer,
     )
     trainer.train(resume_from_checkpoint=resume)
+    trainer.save_state()
     folder = Path(arguments.output_dir) / "drafter"
     if recipe.lora is not None:
         trainer.save_model(str(Path(arguments.output_dir) / "adapter"))

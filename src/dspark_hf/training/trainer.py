@@ -6,7 +6,7 @@ speculative decoding. Everything else is Trainer's.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ class DSparkTrainingArguments(TrainingArguments):
     """`transformers.TrainingArguments` and:
 
     Args:
-        objective: settings of `Objective`, by name; the paper's by default.
+        objective: settings of `Objective`, by name, in place of those that the drafter's method has by default.
         reuse: R, draws of anchors per text and epoch, and so per forward of the target: an epoch is R draws of each.
         ring_size: texts over which the R draws of a text are spread, and whose states are held in memory.
         row_length: pack texts into rows of at most this many tokens.
@@ -115,7 +115,7 @@ class DSparkTrainer(Trainer):
         )
         # The loss is divided by the whole step's weight, see `get_batch_samples`.
         self.model_accepts_loss_kwargs = True
-        self.objective = Objective(**args.objective) if args.objective else self.drafter.default_objective(True)
+        self.objective = replace(self.drafter.default_objective(True), **args.objective)
 
     def _get_train_sampler(self, train_dataset=None):
         texts = self.train_dataset if train_dataset is None else train_dataset
