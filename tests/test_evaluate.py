@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import dspark_hf.cli
 from dspark_hf import ConfidenceThreshold
+from dspark_hf.baselines import Eagle3DrafterModel
 from dspark_hf.cli.evaluate import processes
 from dspark_hf.evaluation.acceptance import acceptance_metrics, decode_prompts
 from dspark_hf.evaluation.datasets import DATA_SETS, EvaluationPrompt, load_evaluation_prompts
@@ -223,9 +224,11 @@ def test_averages_count_each_data_set_once():
 
 def test_description_of_drafters(drafter):
     assert describe(drafter("qwen3_dflash"), "a/b")["method"] == "DFlash"
-    rival = type("Eagle3DrafterModel", (), {})()
-    rival.config = SimpleNamespace(to_dict=lambda: {"num_hidden_layers": 1, "block_size": 7})
-    assert describe(rival, "org/eagle") == {"name": "eagle", "method": "Eagle3", "layers": 1, "block_size": 7}
+    assert describe(drafter("qwen3_gated"), "a/b")["method"] == "DSpark (gated head)"
+    rival = Eagle3DrafterModel.from_pretrained(FIXTURES / "drafter_qwen3_eagle3")
+    assert describe(rival, "org/eagle") == {"name": "eagle", "method": "EAGLE-3", "layers": 1, "block_size": 7}
+    rival.config.block_size = 1
+    assert describe(rival, "org/eagle")["method"] == "MTP-1"
 
 
 # ------------------------------------------------------------------------------------------------------ data, bad input

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -164,11 +165,14 @@ def end_token_ids(target) -> list[int]:
 def count_draft_vocabulary(
     samples: Iterable[dict[str, torch.Tensor]], size: int, always: Iterable[int]
 ) -> torch.Tensor:
-    """The tokens of `always` and the most frequent ones of the responses: `size`, or as many as there are, sorted."""
+    """The tokens of `always` and the most frequent ones of the responses, sorted, (size,). Where the responses have too
+    few, the lowest other ids: tokenizers number their merges from frequent to rare."""
     counts = Counter(dict.fromkeys(always, float("inf")))
     for sample in samples:
         counts.update(sample["input_ids"][sample["loss_mask"]].tolist())
-    return torch.tensor(sorted(token for token, _ in counts.most_common(size)))
+    chosen = {token for token, _ in counts.most_common(size)}
+    others = (token for token in range(size) if token not in chosen)
+    return torch.tensor(sorted(chosen.union(islice(others, size - len(chosen)))))
 
 
 def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
