@@ -10,12 +10,14 @@ import transformers
 import yaml
 from generation_helpers import character_tokenizer
 from helpers import FIXTURES, expected_greedy, load_target
+from safetensors.torch import load_file, save_file
 from training_helpers import DRAFTER as DRAFTER_SETTINGS
 from typer.testing import CliRunner
 
 import dspark_hf.cli
 from dspark_hf import ConfidenceThreshold, DSparkDrafterModel, FixedLength, record_speculation
 from dspark_hf.baselines import Eagle3DrafterModel
+from dspark_hf.cli.bench import _own_mtp
 from dspark_hf.cli.generate import ACCEPTED, ColourStreamer
 from dspark_hf.evaluation.benchmark import Arm, parse_policy, run_benchmark, summarise
 from dspark_hf.evaluation.comparison import first_difference
@@ -118,6 +120,46 @@ def test_bench_compares_drafters(target_folder, tmp_path):
     assert (plain["forwards"], plain["draft_share"], plain["tokens_per_forward"]) == (32, 0.0, 1.0)
     assert plain["formula_speed_up"] == 1.0 == plain["attained"]
     assert 0 < drafted["draft_share"] < 1 and drafted["forwards"] < 32 and drafted["formula_speed_up"] > 0
+
+
+MTP_CONFIG = {"vocab_size": 128, "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8,
+              "num_hidden_layers": 46, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+              "n_routed_experts": 2, "num_experts_per_tok": 1, "first_k_dense_replace": 46, "n_group": 1,
+              "topk_group": 1, "num_mtp_layers": 1}  # fmt: skip
+
+
+def with_mtp(folder):
+    """A GLM-4-MoE as its files are on the Hub: the layer behind the last one is that of multi-token prediction."""
+    from transformers.modeling_layers import MtpModel
+
+    torch.manual_seed(0)
+    model = transformers.Glm4MoeForCausalLM(transformers.Glm4MoeConfig(**MTP_CONFIG)).eval()
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for key, value in MtpModel(model, 1).state_dict().items():
+        name = "model.layers.46." + key.removeprefix("layers.0.").removeprefix("mtp_block.")
+        if "mlp.experts.gate_up_proj" in name:
+            for i, (gate, up) in enumerate(expert.chunk(2) for expert in value):
+                tensors[name.replace("gate_up_proj", f"{i}.gate_proj.weight")] = gate.contiguous()
+                tensors[name.replace("gate_up_proj", f"{i}.up_proj.weight")] = up.contiguous()
+        elif "mlp.experts.down_proj" in name:
+            for i, expert in enumerate(value):
+                tensors[name.replace("down_proj", f"{i}.down_proj.weight")] = expert.contiguous()
+        elif key.startswith("layers.0."):
+            tensors[name.replace("post_norm", "shared_head.norm")] = value.contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+@pytest.mark.skipif(not hasattr(transformers.GenerationConfig(), "use_mtp"), reason="transformers before 5.14")
+def test_multi_token_prediction_of_the_target(tmp_path, target):
+    model, tokenizer = with_mtp(tmp_path), character_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    arms = [Arm("plain", model, {}), _own_mtp(model)]
+    summary = run_benchmark(arms, tokenizer, PROMPTS[:2], max_new_tokens=12)["summary"]
+    assert summary["MTP"]["texts_that_differ"] == 0 and summary["MTP"]["forwards"] <= summary["plain"]["forwards"]
+    with pytest.raises(ValueError, match="num_mtp_layers of .* is None, expected 1 or more"):
+        _own_mtp(target())
 
 
 def test_attained_speed_up_of_known_times():

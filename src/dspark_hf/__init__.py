@@ -2,6 +2,7 @@
 
 from transformers import AutoConfig, AutoModel
 
+from .baselines import DFlashDrafterModel, Eagle3Config, Eagle3DrafterModel
 from .configuration_dspark import DSparkConfig
 from .hook_dspark import install_hook, uninstall_hook
 from .modeling_dspark import DSparkDrafterModel, DSparkDraftOutput, DSparkOutput
@@ -15,21 +16,26 @@ from .scheduling_dspark import (
     StalePrefixScheduler,
 )
 from .telemetry_dspark import record_speculation
+from .temperature_scaling import SequentialTemperatureScaling
 
 AutoConfig.register("dspark", DSparkConfig)
 AutoModel.register(DSparkConfig, DSparkDrafterModel)
 
 __all__ = [
     "ConfidenceThreshold",
+    "DFlashDrafterModel",
     "DSparkConfig",
     "DSparkDraftOutput",
     "DSparkDrafterModel",
     "DSparkOutput",
+    "Eagle3Config",
+    "Eagle3DrafterModel",
     "FixedLength",
     "LookaheadScheduler",
     "Objective",
     "PrefixScheduler",
     "SPSProfile",
+    "SequentialTemperatureScaling",
     "StalePrefixScheduler",
     "install_hook",
     "record_speculation",

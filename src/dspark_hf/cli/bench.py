@@ -41,11 +41,10 @@ def decode(
     policy: Annotated[list[str] | None, typer.Option(help=POLICY_HELP)] = None,
     profile: Annotated[Path | None, typer.Option(help="SPS profile of `dspark profile`, for schedulers.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Length of an answer.")] = 128,
+    mtp: Annotated[bool, typer.Option("--mtp", help="Also the target's own multi-token prediction.")] = False,
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     pack: Annotated[bool, typer.Option(help="Pack linear layers for the CPU.")] = True,
-    rivals: Annotated[
-        bool, typer.Option(help="Also measure prompt lookup, plain generation unpacked, and the target's own MTP.")
-    ] = True,
+    rivals: Annotated[bool, typer.Option(help="Also measure prompt lookup, and plain generation unpacked.")] = True,
     against: Annotated[
         list[str] | None, typer.Option(help="Another drafter: DSpark, DFlash or EAGLE-3; may be given again.")
     ] = None,
@@ -66,8 +65,8 @@ def decode(
         arms.append(Arm("plain, not packed", load_target(name, pack=False)[0], {}))
     if rivals:
         arms.append(Arm("prompt lookup", packed, {"prompt_lookup_num_tokens": 7}))
-        if getattr(packed.config.get_text_config(), "num_mtp_layers", None):
-            arms.append(Arm("MTP", packed, {"use_mtp": True}))
+    if mtp:
+        arms.append(_own_mtp(packed))
     if assistant:
         arms.append(
             Arm(f"assistant {Path(assistant).name}", packed, {"assistant_model": load_target(assistant, pack)[0]})
@@ -128,6 +127,14 @@ def _drafted(names: list[str], target, drafter, profile: Path | None, sizes: Ite
         curve = SPSProfile.load(profile) if profile else SPSProfile.measure(target, drafter, rows=sorted({1, *sizes}))
     options = {"assistant_model": drafter}
     return [Arm(f"dspark {name}", target, options, parse_policy(name, curve)) for name in names]
+
+
+def _own_mtp(target) -> Arm:
+    """Multi-token prediction by the target's own layers for it, as transformers runs it."""
+    layers = getattr(target.config.get_text_config(), "num_mtp_layers", None)
+    if not layers:
+        raise ValueError(f"num_mtp_layers of {target.config.name_or_path} is {layers}, expected 1 or more for --mtp")
+    return Arm("MTP", target, {"use_mtp": True})
 
 
 def _rival(name: str, target, pack: bool) -> list[Arm]:
