@@ -139,8 +139,9 @@ def test_a_killed_run_goes_on_as_if_nothing_happened(folder, tmp_path):
     assert all(torch.equal(straight[key], killed[key]) for key in straight) and straight.keys() == killed.keys()
 
 
-def test_warm_start_with_lora(folder, tmp_path):
-    first = run_recipe(recipe(folder, tmp_path / "first"))
+@pytest.mark.parametrize("method", ["dspark", "eagle3"])
+def test_warm_start_with_lora(folder, tmp_path, method):
+    first = run_recipe(recipe(folder, tmp_path / "first", method=method))
     path = write(tmp_path / "recipe.yaml", recipe(folder, tmp_path / "second"))
     arguments = ["train", str(path), "--init-from", str(first), "--lora-r", "4", "--max-steps", "2"]
     assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
