@@ -71,6 +71,8 @@ def test_values_are_replaced(folder, tmp_path):
     assert (changed.target, changed.answers) == ("other", str(folder / "answers.jsonl"))
     assert changed.training == TRAINING | {"output_dir": str(tmp_path / "run"), "max_steps": 9}
     assert changed.drafter is None and changed.init_from == "drafter"
+    path = write(path, recipe(folder, tmp_path / "run", method="eagle3"))
+    assert Recipe.load(path).method == "eagle3" and Recipe.load(path, init_from="drafter").method == "dspark"
 
 
 @pytest.mark.parametrize(
@@ -79,6 +81,8 @@ def test_values_are_replaced(folder, tmp_path):
         ({"drafter": None}, "drafter is None, init_from None: expected one of them"),
         ({"init_from": "x"}, "init_from x: expected one of them"),
         ({"lora": {"r": 4}}, "lora is given without init_from"),
+        ({"method": "medusa"}, r"method is 'medusa', expected one of \['dspark', 'dflash', 'eagle3', 'mtp1'\]"),
+        ({"drafter": None, "init_from": "x", "method": "eagle3"}, "method is 'eagle3' beside init_from, expected none"),
         ({"target_bits": 3}, "target_bits is 3, expected 4 or 8"),
     ],
 )

@@ -66,6 +66,8 @@ class Recipe:
             raise ValueError(f"drafter is {self.drafter}, init_from {self.init_from}: expected one of them")
         if self.method not in METHODS:
             raise ValueError(f"method is {self.method!r}, expected one of {list(METHODS)}")
+        if self.init_from is not None and self.method != "dspark":
+            raise ValueError(f"method is {self.method!r} beside init_from, expected none: {self.init_from} has its own")
         if self.lora is not None and self.init_from is None:
             raise ValueError("lora is given without init_from, expected a trained drafter to adapt")
         if self.target_bits not in (None, 4, 8):
@@ -90,6 +92,7 @@ class Recipe:
                 values[key] = value
         if changes.get("init_from") is not None:
             values["drafter"] = None
+            values["method"] = changes.get("method") or "dspark"  # the file's is of the drafter that it would make
         return cls(**values)
 
     def load_target(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
