@@ -28,9 +28,11 @@ from dspark_hf.evaluation.plots_speed import (  # noqa: E402
 def evaluation(name="a", layers=2, tau=3.0, policy="fixed", temperatures=(1.0, 0.0), seed=0, method="DSpark"):
     """What `dspark evaluate` writes, as far as figures read it: math with three positions, chat with two."""
     domains = {
-        "math": {"acceptance_length": tau, "conditional_acceptance": [0.9, 0.8, None]},
-        "chat": {"acceptance_length": tau - 1, "conditional_acceptance": [0.6, 0.5]},
-    }
+        "math": {"acceptance_length": tau, "conditional_acceptance": [0.9, 0.8, None], "rounds": 100,
+                 "acceptance_by_position": [0.9, 0.72, 0.0]},
+        "chat": {"acceptance_length": tau - 1, "conditional_acceptance": [0.6, 0.5], "rounds": 50,
+                 "acceptance_by_position": [0.6, 0.3]},
+    }  # fmt: skip
     macro = {"acceptance_length": tau - 0.5, "verified_tokens": 4.0, "accepted_tokens": tau - 1.5}
     return {
         "settings": {"policy": policy, "target": "t", "seed": seed, "max_new_tokens": 8},
@@ -109,6 +111,14 @@ def test_conditional_acceptance():
     assert lines(chat)["a"] == ([1, 2], [0.6, 0.5]) and lines(chat)["b"] == ([], [])
     assert legend(figure) == ["a", "b"] and "temperature 1" in figure.get_suptitle()
     assert math.get_xlabel() == "position in the draft" and "all before" in math.get_ylabel()
+
+
+def test_shares_of_few_rounds_are_left_out():
+    few = evaluation()
+    few["results"][0]["domains"]["chat"]["rounds"] = 33  # of which 19.8 reach the second position
+    _, chat = conditional_acceptance([few], 1.0).axes
+    x, y = lines(chat)["a"]
+    assert y[0] == 0.6 and y[1] != y[1]
 
 
 def test_lines_keep_their_look_in_every_panel():

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import io
+import json
 import re
 import shlex
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from dspark_hf.demo_target import HUB_ID, demo_target_path
+from dspark_hf.training.experiment import comparison_table
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -122,3 +124,12 @@ def test_card_is_made_from_what_was_measured():
     render = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(render)
     assert (CARD / "README.md").read_text(encoding="utf-8") == render.render(CARD)
+
+
+def test_comparison_is_made_from_what_was_measured():
+    folder = ROOT / "model_cards" / "comparison-smollm2-135m-instruct"
+    comparison = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
+    assert comparison_table(comparison) in (folder / "README.md").read_text(encoding="utf-8")
+    assert {(run["method"], run["seed"]) for run in comparison["runs"]} == {
+        (method, seed) for method in ("dspark", "dflash", "eagle3") for seed in (0, 1)
+    }

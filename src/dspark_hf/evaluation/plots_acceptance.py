@@ -9,6 +9,8 @@ from matplotlib.figure import Figure
 from .plots_style import PALETTE, legend_below, line_style, panels
 
 TAU = "acceptance length τ (tokens per round)"
+FEWEST_ROUNDS = 20
+"""A share of fewer rounds says nothing, and is not drawn."""
 
 
 def at_temperature(result: dict[str, Any], temperature: float) -> dict[str, Any] | None:
@@ -35,16 +37,26 @@ def conditional_acceptance(results: Sequence[dict[str, Any]], temperature: float
     longest = 1
     for index, (part, label) in enumerate(zip(parts, labels_of(results), strict=True)):
         for domain, panel in zip(domains, axes, strict=True):
-            values = (part or {"domains": {}})["domains"].get(domain, {}).get("conditional_acceptance", [])
-            shown = [float("nan") if value is None else value for value in values]
+            shown = _well_known((part or {"domains": {}})["domains"].get(domain))
             panel.plot(range(1, len(shown) + 1), shown, **line_style(index, label))
             longest = max(longest, len(shown))
     for domain, panel in zip(domains, axes, strict=True):
         panel.set(title=domain, xlabel="position in the draft", ylim=(0, 1), xticks=range(1, longest + 1))
     axes[0].set_ylabel("accepted, given that all before were")
-    figure.suptitle(f"Conditional acceptance by position, temperature {temperature:g}")
+    figure.suptitle(
+        f"Conditional acceptance by position, temperature {temperature:g} (shares of {FEWEST_ROUNDS} rounds or more)"
+    )
     legend_below(figure, axes[0])
     return figure
+
+
+def _well_known(figures: dict[str, Any] | None) -> list[float]:
+    """Conditional acceptance by position, NaN where it rests on fewer than `FEWEST_ROUNDS`."""
+    if figures is None:
+        return []
+    reached = [figures["rounds"] * share for share in (1.0, *figures["acceptance_by_position"])]
+    pairs = zip(figures["conditional_acceptance"], reached, strict=False)
+    return [float("nan") if value is None or rounds < FEWEST_ROUNDS else value for value, rounds in pairs]
 
 
 def acceptance_by_depth(results: Sequence[dict[str, Any]], temperature: float) -> Figure:
