@@ -41,7 +41,7 @@ def test_a_batch_of_sixteen_equals_sixteen_single_runs(pair):
     target, tokenizer, drafter = pair
     drafter.verify_policy = FixedLength()
     prompts = [chat_inputs(tokenizer, prompt, "cpu")["input_ids"][0] for prompt in load_prompts("gsm8k_test", 16)]
-    options = {"max_new_tokens": 12, "do_sample": False, "assistant_model": drafter, "pad_token_id": 0}
+    options = {"max_new_tokens": 8, "do_sample": False, "assistant_model": drafter, "pad_token_id": 0}
     batch = left_padded(prompts)
     with record_speculation() as together:
         rows = target.generate(**batch, **options)[:, batch["input_ids"].shape[1] :]

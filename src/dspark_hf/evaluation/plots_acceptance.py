@@ -39,7 +39,7 @@ def conditional_acceptance(results: Sequence[dict[str, Any]], temperature: float
         for domain, panel in zip(domains, axes, strict=True):
             shown = _well_known((part or {"domains": {}})["domains"].get(domain))
             panel.plot(range(1, len(shown) + 1), shown, **line_style(index, label))
-            longest = max(longest, len(shown))
+            longest = max([longest, *(position for position, value in enumerate(shown, 1) if value == value)])
     for domain, panel in zip(domains, axes, strict=True):
         panel.set(title=domain, xlabel="position in the draft", ylim=(0, 1), xticks=range(1, longest + 1))
     axes[0].set_ylabel("accepted, given that all before were")
