@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import dspark_hf.cli
 from dspark_hf import ConfidenceThreshold, DSparkDrafterModel, FixedLength, record_speculation
 from dspark_hf.baselines import Eagle3DrafterModel
-from dspark_hf.cli.bench import _own_mtp
+from dspark_hf.cli.bench import _own_mtp, table
 from dspark_hf.cli.generate import ACCEPTED, ColourStreamer
 from dspark_hf.evaluation.benchmark import Arm, parse_policy, run_benchmark, summarise
 from dspark_hf.evaluation.comparison import first_difference
@@ -173,6 +173,10 @@ def test_attained_speed_up_of_known_times():
     assert arm["formula_speed_up"] == pytest.approx(2.5)  # τ = 20/5 = 4; 0.1 / ((0.04 + 0.12) / 4)
     assert arm["speed_up_total"] == 2.0 and arm["attained"] == pytest.approx(0.8)
     assert arm["tokens_per_forward"] == 4.0 and arm["draft_share"] == pytest.approx(0.16)
+    rows[0]["drafted"]["forward_seconds"] = None  # as on a GPU
+    arm = summarise(rows, "drafted", "plain")
+    assert (arm["speed_up_total"], arm["draft_share"], arm["attained"]) == (2.0, None, None)
+    assert table({"summary": {"drafted": arm}}).row_count == 1
 
 
 def test_bench_train_writes_what_it_measured(target_folder, tmp_path):

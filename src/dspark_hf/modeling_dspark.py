@@ -28,7 +28,7 @@ from .objective_dspark import (
     sample_anchors,
     text_positions,
 )
-from .processing_dspark import processed_draft, stacked
+from .processing_dspark import drawn_token, stacked
 from .rows_dspark import RowCache
 
 
@@ -115,14 +115,8 @@ class DSparkDrafterModel(DrafterModel):
             if self.markov_head is not None:
                 latent, state = self.markov_head.latent(embedding, hidden[:, k], state)
                 step_logits = step_logits + self.markov_head.project(latent)
-            step_logits = self.to_target_vocabulary(step_logits).float()
-            if logits_processor:
-                prefix = torch.cat([input_ids, *(t[:, None] for t in tokens)], dim=1)
-                step_logits = processed_draft(logits_processor, prefix, step_logits)
-            if do_sample:
-                previous = torch.multinomial(step_logits.softmax(dim=-1), 1)[:, 0]
-            else:
-                previous = step_logits.argmax(dim=-1)
+            step_logits = self.to_target_vocabulary(step_logits)
+            previous, step_logits = drawn_token(step_logits, tokens, do_sample, logits_processor, input_ids)
             tokens.append(previous)
             logits.append(step_logits)
 

@@ -148,7 +148,30 @@ def stacked(slots: list[torch.Tensor], none: torch.Tensor) -> torch.Tensor:
     return torch.stack(slots, dim=1) if slots else none
 
 
-def processed_draft(logits_processor: Callable, prefix: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+def drawn_token(
+    logits: torch.Tensor,
+    drafted: list[torch.Tensor],
+    do_sample: bool,
+    logits_processor: Callable | None,
+    input_ids: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The next token of a draft (B,), and the logits (B, V), float32, of the distribution that it was drawn from or
+    is the mode of.
+
+    Args:
+        logits: (B, V), of the drafter.
+        drafted: tokens before it in the block, (B,) each.
+        logits_processor, input_ids: as in `draft()`.
+    """
+    logits = logits.float()
+    if logits_processor:
+        prefix = torch.cat([input_ids, *(token[:, None] for token in drafted)], dim=1)
+        logits = _processed_draft(logits_processor, prefix, logits)
+    token = torch.multinomial(logits.softmax(dim=-1), 1)[:, 0] if do_sample else logits.argmax(dim=-1)
+    return token, logits
+
+
+def _processed_draft(logits_processor: Callable, prefix: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """Draft logits (B, V) after the processors. Where these allow only tokens that cannot be drafted, every token they
     allow is as good as another."""
     processed = logits_processor(prefix, logits.clone())

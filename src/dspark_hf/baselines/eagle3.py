@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 from ..backbone_dspark import RMS_NORMS, DSparkRotaryEmbedding
 from ..drafter_dspark import DrafterModel, DSparkDraftOutput, DSparkOutput
 from ..objective_dspark import Objective, block_labels, drafter_loss, text_positions
-from ..processing_dspark import processed_draft, stacked
+from ..processing_dspark import drawn_token, stacked
 from ..rows_dspark import RowCache, left_aligned
 from .configuration_eagle3 import Eagle3Config
 from .eagle3_backbone import Eagle3DecoderLayer
@@ -122,14 +122,8 @@ class Eagle3DrafterModel(DrafterModel):
                 hidden = self._read(self.embed(drafted[-1][:, None], target), hidden, 1, cache)
             states.append(self.norm(hidden[:, 0]))
             bases.append(self.to_target_vocabulary(self.base_logits(states[-1], target)))
-            step_logits = bases[-1].float()
-            if logits_processor:
-                prefix = torch.cat([input_ids, *(t[:, None] for t in drafted)], dim=1)
-                step_logits = processed_draft(logits_processor, prefix, step_logits)
-            if do_sample:
-                drafted.append(torch.multinomial(step_logits.softmax(dim=-1), 1)[:, 0])
-            else:
-                drafted.append(step_logits.argmax(dim=-1))
+            token, step_logits = drawn_token(bases[-1], drafted, do_sample, logits_processor, input_ids)
+            drafted.append(token)
             logits.append(step_logits)
         cache.lengths, cache.max_length = held  # a pair made of the drafter's own state is never context
 
@@ -228,7 +222,7 @@ class Eagle3DrafterModel(DrafterModel):
             if total_weight is None:
                 total_weight = torch.tensor(float(input_ids.numel()), device=input_ids.device)
         else:
-            anchors, mask = with_predecessor(anchor_positions, anchor_mask, document_ids)
+            anchors, mask = anchor_positions, with_predecessor(anchor_positions, anchor_mask, document_ids)
             labels, slot_mask = block_labels(input_ids, loss_mask, anchors, mask, self.config.block_size, document_ids)
         draft_labels = self.to_draft_labels(labels.clamp(min=0)).masked_fill(labels < 0, -100)
         hidden = self._unrolled(input_ids, target_hidden_states, (anchors - 1).clamp(min=0), document_ids)

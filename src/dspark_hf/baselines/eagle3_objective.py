@@ -23,14 +23,14 @@ def unrolled_slots(
 
 def with_predecessor(
     positions: torch.Tensor, mask: torch.Tensor | None, document_ids: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Anchors (B, A), and which of them have a token before them in their document: a draft starts from its state."""
+) -> torch.Tensor:
+    """Which of the anchors (B, A) have a token before them in their document: a draft starts from its state."""
     mask = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask
     mask = mask & (positions > 0)
     if document_ids is not None:
         before = document_ids.gather(1, (positions - 1).clamp(min=0))
         mask = mask & (before == document_ids.gather(1, positions))
-    return positions, mask
+    return mask
 
 
 def shifted(values: torch.Tensor, count: int) -> torch.Tensor:

@@ -194,8 +194,7 @@ def table(result: dict) -> Table:
             f"{arm['speed_up']:.2f}",
             f"{arm['acceptance_length'] or arm['tokens_per_forward']:.2f}",
             str(arm["forwards"]),
-            f"{arm['draft_share']:.0%}",
-            f"{arm['attained']:.0%}",
+            *("" if arm[key] is None else f"{arm[key]:.0%}" for key in ("draft_share", "attained")),
             f"{arm['texts_that_differ']} ({arm['of_these_near_ties']})",
         )
     rows.caption = "forwards of the target; draft: share of the time; η: what the parts of a round alone would allow"

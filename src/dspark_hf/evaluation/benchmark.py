@@ -114,12 +114,13 @@ def _generate(arm: Arm, inputs: dict[str, torch.Tensor], max_new_tokens: int) ->
         if arm.speculation_type is not None:
             arm.target.generation_config.speculation_type = given
     text = ids[0, inputs["input_ids"].shape[1] :]
+    on_cpu = arm.target.device.type == "cpu"  # elsewhere the parts return before they are done
     return text, {
         "tokens": len(text),
         "seconds": seconds,
         "forwards": len(parts["forward"]),
-        "forward_seconds": sum(parts["forward"][1:]),
-        "draft_seconds": sum(parts["draft"]),
+        "forward_seconds": sum(parts["forward"][1:]) if on_cpu else None,
+        "draft_seconds": sum(parts["draft"]) if on_cpu else None,
         "acceptance_lengths": stats.acceptance_lengths,
         "proposal_lengths": stats.proposal_lengths,
         "accepted_lengths": stats.accepted_lengths,
@@ -128,8 +129,8 @@ def _generate(arm: Arm, inputs: dict[str, torch.Tensor], max_new_tokens: int) ->
 
 @contextmanager
 def timed_parts(target: Any, drafter: Any | None) -> Iterator[dict[str, list[float]]]:
-    """Seconds of every `forward` of the target and of everything the drafter does, `draft`. On a GPU these are times of
-    launching alone: to wait for each part would change what is measured."""
+    """Seconds of every `forward` of the target and of everything the drafter does, `draft`. On a GPU they would be
+    those of launching alone, and to wait for each part would change what is measured."""
     parts: dict[str, list[float]] = {"forward": [], "draft": []}
     starts: dict[str, float] = {}
 
@@ -172,8 +173,8 @@ def summarise(rows: list[dict[str, Any]], name: str, baseline: str) -> dict[str,
         times.
     acceptance_length: τ over all rounds, where the arm is ours.
     tokens_per_forward: of the target behind the prefill; it is τ where every round has one forward.
-    draft_share: of the seconds.
-    formula_speed_up: η of the forwards and drafts measured; attained: speed_up_total / η.
+    draft_share: of the seconds; formula_speed_up: η of the forwards and drafts measured; attained: speed_up_total / η.
+        None where the parts were not timed, on a GPU.
     """
     own, plain = ([row[arm] for row in rows] for arm in (name, baseline))
     speeds = [run["tokens"] / run["seconds"] for run in own]
@@ -186,12 +187,12 @@ def summarise(rows: list[dict[str, Any]], name: str, baseline: str) -> dict[str,
         for proposed, kept in zip(run["proposal_lengths"], run["accepted_lengths"], strict=True)
     ]
     positions = range(max((proposed for proposed, _ in accepted), default=0))
-    total = {
-        part: sum(run[part] for run in own) for part in ("seconds", "forwards", "forward_seconds", "draft_seconds")
-    }
-    per_token = (total["forward_seconds"] + total["draft_seconds"]) / _later(own, "tokens")
-    formula = sum(run["forward_seconds"] for run in plain) / _later(plain, "tokens") / per_token
-    speed_up_total = sum(run["seconds"] for run in plain) / total["seconds"]
+    seconds = sum(run["seconds"] for run in own)
+    speed_up_total, share, formula = sum(run["seconds"] for run in plain) / seconds, None, None
+    if all(run["forward_seconds"] is not None for run in own + plain):
+        share = sum(run["draft_seconds"] for run in own) / seconds
+        per_token = sum(run["forward_seconds"] + run["draft_seconds"] for run in own) / _later(own, "tokens")
+        formula = sum(run["forward_seconds"] for run in plain) / _later(plain, "tokens") / per_token
     return {
         "tokens_per_second": statistics.median(speeds),
         "tokens_per_second_quartiles": _quartiles(speeds),
@@ -201,11 +202,11 @@ def summarise(rows: list[dict[str, Any]], name: str, baseline: str) -> dict[str,
         "acceptance_by_position": [
             statistics.mean(kept > k for proposed, kept in accepted if proposed > k) for k in positions
         ],
-        "forwards": total["forwards"],
+        "forwards": sum(run["forwards"] for run in own),
         "tokens_per_forward": _later(own, "tokens") / _later(own, "forwards"),
-        "draft_share": total["draft_seconds"] / total["seconds"],
+        "draft_share": share,
         "formula_speed_up": formula,
-        "attained": speed_up_total / formula,
+        "attained": None if formula is None else speed_up_total / formula,
         "texts_that_differ": len(differences),
         "of_these_near_ties": sum(difference["near_tie"] for difference in differences),
     }
