@@ -362,6 +362,7 @@ def test_stop_cuts_before_drawing(drafter, cut):
         assert torch.equal(confidences, whole.confidence_logits[:, : k + 1])
     assert len(seen) == cut + 1
     assert short.confidence_logits.shape == (1, cut)
+    assert (short.base_logits is None) == (cut == 0)  # the head, a large part of a small drafter, is spared then
 
 
 def test_bfloat16_drafter_on_a_float32_target(tmp_path, target, drafter):

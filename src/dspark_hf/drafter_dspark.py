@@ -15,6 +15,7 @@ from .configuration_dspark import DSparkConfig
 from .generation_dspark import DSparkCandidateGenerator, check_generation, speculative_decode
 from .hook_dspark import install_hook, save_custom_generate
 from .objective_dspark import chunked_slot_losses
+from .processing_dspark import drawn_token
 from .rows_dspark import RowCache
 from .scheduling_dspark import FixedLength, VerifyPolicy
 from .target_dspark import target_states
@@ -28,7 +29,7 @@ class DSparkDraftOutput(ModelOutput):
     logits (B, n, V): the very distributions the tokens were drawn from, before softmax, float32.
     confidence_logits (B, n): logit of each token's chance of acceptance, float32, or None without the head.
     hidden_states (B, γ, H): h_k of the whole block.
-    base_logits (B, γ, V): U_k of the whole block, before the sequential head.
+    base_logits (B, γ, V): U_k of the whole block, before the sequential head; None where no token was drafted.
     cache: context keys and values, to be given back in the next round.
     """
 
@@ -146,6 +147,14 @@ class DrafterModel(VocabularyMixin, PreTrainedModel):
             raise ValueError(f"num_tokens is {num_tokens}, expected 0..{self.config.block_size} (block_size)")
         if logits_processor and input_ids is None:
             raise ValueError("logits_processor was given without input_ids, expected the text up to the anchor (B, T)")
+
+    def _draw(self, logits, drafted, do_sample, logits_processor, input_ids) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next token of a draft (B,) from draft logits (B, D), and the logits of the distribution that it was drawn
+        from: (B, V) where processors saw them, (B, D) without any, which is cheaper; arguments as for `drawn_token`."""
+        if logits_processor:
+            return drawn_token(self.to_target_vocabulary(logits), drafted, do_sample, logits_processor, input_ids)
+        draft_ids, logits = drawn_token(logits, drafted, do_sample, None, None)
+        return self.to_target_ids(draft_ids), logits
 
     # ------------------------------------------------------------------------------------------------------ training
 

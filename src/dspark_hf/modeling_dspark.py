@@ -28,7 +28,7 @@ from .objective_dspark import (
     sample_anchors,
     text_positions,
 )
-from .processing_dspark import drawn_token, stacked
+from .processing_dspark import stacked
 from .rows_dspark import RowCache
 
 
@@ -99,10 +99,9 @@ class DSparkDrafterModel(DrafterModel):
         ids[:, 0] = anchor_ids
         hidden = self._draft_backbone(self.embed(ids, target), context_hidden_states, context_lengths, cache)
         hidden = hidden[:, -self.config.block_size :]
-        base_logits = self.base_logits(hidden, target)
 
         limit = self.config.block_size if num_tokens is None else num_tokens
-        tokens, logits, confidences = [], [], []
+        tokens, logits, confidences, base_logits = [], [], [], None
         previous, state, has_confidence = anchor_ids, None, self.confidence_head is not None
         for k in range(limit):
             embedding = self.markov_head.embed(previous) if self.markov_head is not None else None
@@ -111,22 +110,23 @@ class DSparkDrafterModel(DrafterModel):
                 if stop is not None and stop(torch.stack(confidences, dim=1)):
                     confidences.pop()
                     break
+            if base_logits is None:  # not before, as the policy may want no token at all
+                base_logits = self.base_logits(hidden, target)
             step_logits = base_logits[:, k]
             if self.markov_head is not None:
                 latent, state = self.markov_head.latent(embedding, hidden[:, k], state)
                 step_logits = step_logits + self.markov_head.project(latent)
-            step_logits = self.to_target_vocabulary(step_logits)
-            previous, step_logits = drawn_token(step_logits, tokens, do_sample, logits_processor, input_ids)
+            previous, step_logits = self._draw(step_logits, tokens, do_sample, logits_processor, input_ids)
             tokens.append(previous)
             logits.append(step_logits)
 
         whole, options = self.config.vocab_size, {"dtype": torch.float32, "device": hidden.device}
         return DSparkDraftOutput(
             token_ids=stacked(tokens, anchor_ids.new_empty(batch_size, 0)),
-            logits=stacked(logits, torch.empty(batch_size, 0, whole, **options)),
+            logits=self.to_target_vocabulary(stacked(logits, torch.empty(batch_size, 0, whole, **options))),
             confidence_logits=stacked(confidences, torch.empty(batch_size, 0, **options)) if has_confidence else None,
             hidden_states=hidden,
-            base_logits=self.to_target_vocabulary(base_logits),
+            base_logits=None if base_logits is None else self.to_target_vocabulary(base_logits),
             cache=cache,
         )
 

@@ -127,7 +127,7 @@ class PositionLogits:
     def __call__(self, position: int, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Processed logits of the token at `position` 0..q of the rows asked for, (m, V) float32."""
         rows = torch.arange(len(self.raw), device=self.candidates.device) if rows is None else rows
-        scores = self.raw_logits(position)[rows]
+        scores = self.raw_logits(position, rows)
         if self.processors:
             scores = self.processors(rows.tolist(), self.candidates[rows, :position], scores)
         self.processed[position] = (rows, scores)
@@ -138,9 +138,9 @@ class PositionLogits:
         rows, scores = self.processed[position]
         return scores[rows == row]
 
-    def raw_logits(self, position: int) -> torch.Tensor:
-        """(n, V) float32, a copy."""
-        return self.raw[:, position].to(self.candidates.device, torch.float32, copy=True)
+    def raw_logits(self, position: int, rows: torch.Tensor) -> torch.Tensor:
+        """Unprocessed logits, as `__call__` gives the processed: (m, V) float32, a copy."""
+        return self.raw[rows.to(self.raw.device), position].to(self.candidates.device, torch.float32)
 
 
 def stacked(slots: list[torch.Tensor], none: torch.Tensor) -> torch.Tensor:

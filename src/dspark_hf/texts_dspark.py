@@ -132,7 +132,7 @@ class StepRecord:
         if "scores" in self.entries:
             self.entries["scores"][place].append(logits.processed_row(position, row))
         if "logits" in self.entries:
-            self.entries["logits"][place].append(logits.raw_logits(position)[row : row + 1])
+            self.entries["logits"][place].append(logits.raw_logits(position, torch.tensor([row])))
 
     def scores_of(self, places: list[int]) -> tuple[torch.Tensor, ...] | None:
         """The scores so far of rows of the same length, (m, V) per step, as a criterion gets them."""

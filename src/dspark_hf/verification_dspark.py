@@ -75,18 +75,19 @@ def verify_block(
     accepted, following = torch.zeros_like(lengths), torch.zeros_like(lengths)
     rows = torch.arange(len(lengths), device=lengths.device)
     for i in range(token_ids.shape[1] + 1):
-        logits = target_logits(i, rows)
-        drafted = lengths[rows] > i
-        if not drafted.all():
+        logits, drafted = target_logits(i, rows), lengths[rows] > i
+        if not do_sample:
+            following[rows] = sample_token(logits, do_sample)
+        elif not drafted.all():
             following[rows[~drafted]] = sample_token(logits[~drafted], do_sample)
-            rows, logits = rows[drafted], logits[drafted]
-            if not len(rows):
-                break
+            logits = logits[drafted]
+        rows = rows[drafted]
+        if not len(rows):
+            break
         tokens = token_ids[rows, i]
         if do_sample:
             kept, following[rows] = verify_token(tokens, draft_logits[rows, i], logits)
         else:
-            following[rows] = sample_token(logits, do_sample)
             kept = tokens == following[rows]
         rows = rows[kept]
         accepted[rows] += 1

@@ -76,11 +76,15 @@ class VocabularyMixin:
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def to_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
-        """(..., D) → (..., V), −inf for tokens that cannot be drafted; the same tensor where D = V."""
-        if self.config.draft_vocab_size is None:
+        """(..., D) → (..., V), −inf for tokens that cannot be drafted; the same tensor where it has V already."""
+        if logits.shape[-1] == self.config.vocab_size:
             return logits
         whole = logits.new_full((*logits.shape[:-1], self.config.vocab_size), float("-inf"))
         return whole.index_copy(-1, self.draft_token_ids(), logits)
+
+    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """Draft ids → target ids; the same tensor where D = V."""
+        return draft_ids if self.config.draft_vocab_size is None else draft_ids + self.d2t[draft_ids]
 
     def to_draft_labels(self, labels: torch.Tensor) -> torch.Tensor:
         """Target ids → draft ids, −100 for tokens that cannot be drafted; the same tensor where D = V."""

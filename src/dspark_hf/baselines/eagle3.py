@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 from ..backbone_dspark import RMS_NORMS, DSparkRotaryEmbedding
 from ..drafter_dspark import DrafterModel, DSparkDraftOutput, DSparkOutput
 from ..objective_dspark import Objective, block_labels, drafter_loss, text_positions
-from ..processing_dspark import drawn_token, stacked
+from ..processing_dspark import stacked
 from ..rows_dspark import RowCache, left_aligned
 from .configuration_eagle3 import Eagle3Config
 from .eagle3_backbone import Eagle3DecoderLayer
@@ -121,8 +121,8 @@ class Eagle3DrafterModel(DrafterModel):
             if k:
                 hidden = self._read(self.embed(drafted[-1][:, None], target), hidden, 1, cache)
             states.append(self.norm(hidden[:, 0]))
-            bases.append(self.to_target_vocabulary(self.base_logits(states[-1], target)))
-            token, step_logits = drawn_token(bases[-1], drafted, do_sample, logits_processor, input_ids)
+            bases.append(self.base_logits(states[-1], target))
+            token, step_logits = self._draw(bases[-1], drafted, do_sample, logits_processor, input_ids)
             drafted.append(token)
             logits.append(step_logits)
         cache.lengths, cache.max_length = held  # a pair made of the drafter's own state is never context
@@ -130,9 +130,9 @@ class Eagle3DrafterModel(DrafterModel):
         rows, (hidden_size, whole) = len(anchor_ids), (self.config.hidden_size, self.config.vocab_size)
         return DSparkDraftOutput(
             token_ids=stacked(drafted, anchor_ids.new_empty(rows, 0)),
-            logits=stacked(logits, hidden.new_empty(rows, 0, whole, dtype=torch.float32)),
+            logits=self.to_target_vocabulary(stacked(logits, hidden.new_empty(rows, 0, whole, dtype=torch.float32))),
             hidden_states=stacked(states, hidden.new_empty(rows, 0, hidden_size)),
-            base_logits=stacked(bases, hidden.new_empty(rows, 0, whole)),
+            base_logits=self.to_target_vocabulary(stacked(bases, hidden.new_empty(rows, 0, whole))),
             cache=cache,
         )
 
