@@ -45,6 +45,8 @@ class Texts:
     def with_candidates(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The rows with further tokens (n, q) behind the end of each, (n, widest)."""
         count = token_ids.shape[1]
+        if not count:
+            return self.ids
         ids = torch.nn.functional.pad(self.ids, (0, count), value=self.pad)
         ends = torch.tensor(self.lengths, device=ids.device)
         return ids.scatter(1, ends[:, None] + torch.arange(count, device=ids.device), token_ids.to(ids.dtype))

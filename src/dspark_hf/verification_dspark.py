@@ -72,8 +72,10 @@ def verify_block(
     Returns:
         How many tokens each row keeps (B,), and the token that follows them (B,).
     """
-    accepted, following = torch.zeros_like(lengths), torch.zeros_like(lengths)
     rows = torch.arange(len(lengths), device=lengths.device)
+    if not token_ids.shape[1]:
+        return torch.zeros_like(lengths), sample_token(target_logits(0, rows), do_sample)
+    accepted, following = torch.zeros_like(lengths), torch.zeros_like(lengths)
     for i in range(token_ids.shape[1] + 1):
         logits, drafted = target_logits(i, rows), lengths[rows] > i
         if not do_sample:
