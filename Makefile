@@ -12,7 +12,7 @@ demo: $(VENV)/demo.stamp
 	$(BIN)/dspark demo $(ARGS)
 
 test: $(VENV)/dev.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check $(ARGS) .

@@ -62,6 +62,8 @@ def test_dspark_commands(command, monkeypatch, tmp_path):
         arguments += ["--max-new-tokens", "16"]
     elif verb == "doctor":
         arguments += ["--limit", "1", "--max-new-tokens", "8"]
+    elif verb == "bench" and arguments[1] != "batch":
+        arguments += ["--limit", "1", "--output", str(tmp_path / "figures.json")]
     else:
         arguments += ["--output", str(tmp_path / "figures.json")]
     result = CliRunner().invoke(app, [*arguments, "--threads", str(torch.get_num_threads())], catch_exceptions=False)

@@ -9,6 +9,7 @@ from dspark_hf.demo_target import demo_target_path
 from dspark_hf.evaluation.acceptance import left_padded
 from dspark_hf.evaluation.comparison import first_difference
 from dspark_hf.evaluation.loading import chat_inputs, load_prompts, load_target
+from dspark_hf.packing import pack_linears
 
 pytestmark = pytest.mark.real
 
@@ -16,9 +17,8 @@ pytestmark = pytest.mark.real
 @pytest.fixture(scope="module")
 def pair():
     target, tokenizer = load_target(str(demo_target_path()), pack=False)
-    target = target.float()
     drafter = DSparkDrafterModel.from_pretrained(BUNDLED_DRAFTER, dtype=torch.float32).eval()
-    return target, tokenizer, drafter
+    return pack_linears(target.float()), tokenizer, pack_linears(drafter)
 
 
 def test_greedy_text_is_the_targets_own(pair):
@@ -26,7 +26,7 @@ def test_greedy_text_is_the_targets_own(pair):
     with record_speculation() as stats:
         for prompt in load_prompts("gsm8k_test", 3):
             inputs = chat_inputs(tokenizer, prompt, "cpu")
-            options = {"max_new_tokens": 32, "do_sample": False}
+            options = {"max_new_tokens": 24, "do_sample": False}
             length = inputs["input_ids"].shape[1]
             plain = target.generate(**inputs, **options)[0, length:]
             drafter.verify_policy = FixedLength()
@@ -41,7 +41,7 @@ def test_a_batch_of_sixteen_equals_sixteen_single_runs(pair):
     target, tokenizer, drafter = pair
     drafter.verify_policy = FixedLength()
     prompts = [chat_inputs(tokenizer, prompt, "cpu")["input_ids"][0] for prompt in load_prompts("gsm8k_test", 16)]
-    options = {"max_new_tokens": 8, "do_sample": False, "assistant_model": drafter, "pad_token_id": 0}
+    options = {"max_new_tokens": 6, "do_sample": False, "assistant_model": drafter, "pad_token_id": 0}
     batch = left_padded(prompts)
     with record_speculation() as together:
         rows = target.generate(**batch, **options)[:, batch["input_ids"].shape[1] :]
