@@ -9,7 +9,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dspark_hf.demo_target import load_demo_target
-from dspark_hf.packing import PackedLinear, pack_linears, preferred_cpu_dtype
+from dspark_hf.packing import PackedLinear, is_packed, pack_linears, packed_where_possible, preferred_cpu_dtype
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch is built without oneDNN")
 
@@ -43,6 +43,15 @@ def test_preferred_dtype_can_be_packed():
     dtype = preferred_cpu_dtype()
     linear, x = nn.Linear(64, 32, dtype=dtype), torch.randn(3, 64, dtype=dtype)
     torch.testing.assert_close(PackedLinear(linear)(x), linear(x))
+
+
+def test_packed_where_possible(monkeypatch):
+    """The tools run on a build of torch without oneDNN too, and in dtypes that cannot be packed."""
+    assert is_packed(packed_where_possible(tiny_llama())) and not is_packed(packed_where_possible(tiny_llama(), False))
+    assert not is_packed(packed_where_possible(tiny_llama().half()))
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert preferred_cpu_dtype() == torch.float32
+    assert not is_packed(packed_where_possible(tiny_llama()))
 
 
 def test_weight_reads_like_a_weight():

@@ -9,7 +9,7 @@ from dspark_hf.demo_target import demo_target_path
 from dspark_hf.evaluation.acceptance import left_padded
 from dspark_hf.evaluation.comparison import first_difference
 from dspark_hf.evaluation.loading import chat_inputs, load_prompts, load_target
-from dspark_hf.packing import pack_linears
+from dspark_hf.packing import packed_where_possible
 
 pytestmark = pytest.mark.real
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.real
 def pair():
     target, tokenizer = load_target(str(demo_target_path()), pack=False)
     drafter = DSparkDrafterModel.from_pretrained(BUNDLED_DRAFTER, dtype=torch.float32).eval()
-    return pack_linears(target.float()), tokenizer, pack_linears(drafter)
+    return packed_where_possible(target.float()), tokenizer, packed_where_possible(drafter)
 
 
 def test_greedy_text_is_the_targets_own(pair):

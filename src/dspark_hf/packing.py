@@ -80,6 +80,17 @@ def pack_linears(model: nn.Module) -> nn.Module:
     return model
 
 
+def packed_where_possible(model: nn.Module, pack: bool = True) -> nn.Module:
+    """The model packed in place if it is on the CPU and of a dtype that can be packed here, else as it is: not every
+    build of torch has oneDNN. `pack` false leaves it as it is too."""
+    return pack_linears(model) if pack and model.device.type == "cpu" and model.dtype in _packable_dtypes() else model
+
+
+def is_packed(model: nn.Module) -> bool:
+    """Whether any layer of the model is packed."""
+    return any(isinstance(module, PackedLinear) for module in model.modules())
+
+
 def preferred_cpu_dtype() -> torch.dtype:
     """bfloat16 where this CPU multiplies it in hardware (half the memory traffic), else float32."""
     in_hardware = platform.machine().lower() in ("aarch64", "arm64") or torch.cpu._is_avx512_bf16_supported()

@@ -20,7 +20,7 @@ from ..evaluation.benchmark import SCHEDULERS, Arm, parse_policy, run_benchmark
 from ..evaluation.evaluate import describe
 from ..evaluation.loading import load_drafter, load_pair, load_prompts, load_target
 from ..evaluation.training_benchmark import objective_benchmark, throughput_benchmark
-from ..packing import pack_linears
+from ..packing import is_packed, packed_where_possible
 from ..profile_dspark import SPSProfile
 from ..scheduling_dspark import FixedLength
 from ..training.manifest import human_size
@@ -61,7 +61,7 @@ def decode(
     name = target or str(demo_target_path())
     packed, tokenizer, model = load_pair(name, drafter, pack)
     arms = [Arm("plain", packed, {})]
-    if rivals and pack and packed.device.type == "cpu":
+    if rivals and is_packed(packed):
         arms.append(Arm("plain, not packed", load_target(name, pack=False)[0], {}))
     if rivals:
         arms.append(Arm("prompt lookup", packed, {"prompt_lookup_num_tokens": 7}))
@@ -77,7 +77,7 @@ def decode(
     result = run_benchmark(
         arms, tokenizer, load_prompts(prompts, limit), max_new_tokens, lambda items: track(items, "prompts")
     )
-    result["settings"] |= {"prompt_set": prompts, "dtype": str(packed.dtype), "packed": pack}
+    result["settings"] |= {"prompt_set": prompts, "dtype": str(packed.dtype), "packed": is_packed(packed)}
     write(result, output)
     Console().print(table(result))
 
@@ -143,9 +143,7 @@ def _rival(name: str, target, pack: bool) -> list[Arm]:
     label, models = f"{describe(drafter, name)['method']} {Path(name).name}", [drafter]
     if label.startswith("DFlash") and not drafter.config.sample_from_anchor:
         models.append(to_native(drafter))
-    if pack and target.device.type == "cpu":
-        models = [pack_linears(model) for model in models]
-    ours, *native = ({"assistant_model": model} for model in models)
+    ours, *native = ({"assistant_model": packed_where_possible(model, pack)} for model in models)
     arms = [Arm(label, target, ours, FixedLength())]
     return arms + [Arm(f"{label}, native", target, options, speculation_type="dflash") for options in native]
 

@@ -10,6 +10,7 @@ from rich.progress import track
 from rich.table import Table
 
 from ..evaluation.loading import load_pair, load_target
+from ..packing import is_packed
 from ..profile_dspark import SPSProfile
 from ..profiling_dspark import measure_profile
 
@@ -42,7 +43,7 @@ def profile(
         repeats=repeats,
         progress=lambda items: track(items, "passes", transient=True),
     )
-    result.details["settings"] |= {"target": target, "drafter": drafter, "packed": pack}
+    result.details["settings"] |= {"target": target, "drafter": drafter, "packed": is_packed(model)}
     output.parent.mkdir(parents=True, exist_ok=True)
     result.save(output)
     console = Console(highlight=False)

@@ -11,7 +11,7 @@ from ..baselines import Eagle3Config, Eagle3DrafterModel
 from ..demo_target import target_path
 from ..drafter_dspark import DrafterModel
 from ..modeling_dspark import DSparkDrafterModel
-from ..packing import pack_linears, preferred_cpu_dtype
+from ..packing import packed_where_possible, preferred_cpu_dtype
 
 PROMPTS = Path(__file__).parent / "prompts"
 """The first 100 prompts of GSM8K's test split (MIT) and of a chat test set (CC0)."""
@@ -19,12 +19,12 @@ PROMPTS = Path(__file__).parent / "prompts"
 
 def load_target(name: str, pack: bool = True) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The target on the GPU in bfloat16 where there is one, else on the CPU in the dtype it multiplies fastest, with
-    packed linear layers (`pack`). `demo` is the model of `dspark demo`."""
+    packed linear layers (`pack`) if this torch can pack them. `demo` is the model of `dspark demo`."""
     name = target_path(name)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else preferred_cpu_dtype()
     target = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
-    return pack_linears(target) if pack and device == "cpu" else target, AutoTokenizer.from_pretrained(name)
+    return packed_where_possible(target, pack), AutoTokenizer.from_pretrained(name)
 
 
 def load_pair(target_name: str, drafter_name: str, pack: bool = True):
@@ -35,7 +35,7 @@ def load_pair(target_name: str, drafter_name: str, pack: bool = True):
     """
     target, tokenizer = load_target(target_name, pack)
     drafter = load_drafter(drafter_name, target.config, dtype=target.dtype).to(target.device).eval()
-    return target, tokenizer, pack_linears(drafter) if pack and target.device.type == "cpu" else drafter
+    return target, tokenizer, packed_where_possible(drafter, pack)
 
 
 def load_drafter(name: str, target_config: PreTrainedConfig, **options: Any) -> DrafterModel:

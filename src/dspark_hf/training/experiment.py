@@ -15,7 +15,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..evaluation.datasets import EvaluationPrompt
 from ..evaluation.evaluate import EvaluationSettings, content_digest, evaluate_drafter
 from ..evaluation.loading import load_drafter, load_target
-from ..packing import pack_linears
+from ..packing import packed_where_possible
 from ..profiling_dspark import machine
 from .recipe import Recipe, run_recipe
 from .trainer import DSparkTrainingArguments
@@ -76,8 +76,7 @@ def run_experiment(
         folder = Path(plan.training["output_dir"])
         drafter = load_drafter(str(folder / "drafter"), target.config, dtype=target.dtype).to(target.device).eval()
         parameters = sum(parameter.numel() for parameter in drafter.parameters())
-        if target.device.type == "cpu":
-            drafter = pack_linears(drafter)
+        drafter = packed_where_possible(drafter)
         settings = EvaluationSettings(
             recipe.target,
             folder.name,
