@@ -177,8 +177,8 @@ def summarise(rows: list[dict[str, Any]], name: str, baseline: str) -> dict[str,
         None where the parts were not timed, on a GPU.
     """
     own, plain = ([row[arm] for row in rows] for arm in (name, baseline))
-    speeds = [run["tokens"] / run["seconds"] for run in own]
-    ratios = [s * run["seconds"] / run["tokens"] for s, run in zip(speeds, plain, strict=True)]
+    speeds, plain_speeds = ([run["tokens"] / run["seconds"] for run in runs] for runs in (own, plain))
+    ratios = [speed / plain_speed for speed, plain_speed in zip(speeds, plain_speeds, strict=True)]
     lengths = [n for run in own for n in run["acceptance_lengths"]]
     differences = [run["difference"] for run in own if run.get("difference")]
     accepted = [
