@@ -50,16 +50,17 @@ SCHEDULERS = {"prefix": PrefixScheduler, "stale": StalePrefixScheduler, "lookahe
 def parse_policy(text: str, profile: SPSProfile | None = None) -> VerifyPolicy:
     """`fixed`, `fixed:3`, `threshold:0.4`, or a scheduler over `profile`: `prefix`, `stale`, `lookahead`."""
     kind, _, value = text.partition(":")
+    expected = f"expected fixed, fixed:N, threshold:T or one of {list(SCHEDULERS)}"
     try:
         if kind == "fixed":
             return FixedLength(int(value) if value else None)
         if kind == "threshold":
             return ConfidenceThreshold(float(value))
-        if kind in SCHEDULERS and not value:
-            return SCHEDULERS[kind](profile)
     except ValueError as error:
-        raise ValueError(f"policy {text!r}: {error}") from None
-    raise ValueError(f"policy is {text!r}, expected fixed, fixed:N, threshold:T or one of {list(SCHEDULERS)}")
+        raise ValueError(f"policy is {text!r} ({error}), {expected}") from None
+    if kind in SCHEDULERS and not value:
+        return SCHEDULERS[kind](profile)
+    raise ValueError(f"policy is {text!r}, {expected}")
 
 
 def run_benchmark(
