@@ -8,6 +8,7 @@ uniform. Texts that a criterion ends inside a block are compared with the exact 
 """
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ from dspark_hf import ConfidenceThreshold, FixedLength, record_speculation, veri
 from dspark_hf.generation_dspark import DSparkCandidateGenerator, check_generation, speculative_decode
 from dspark_hf.processing_dspark import PositionLogits, RowProcessors
 from dspark_hf.profile_dspark import SPSProfile
+from dspark_hf.rounds_dspark import RoundHistory
 from dspark_hf.rows_dspark import RowCache
 from dspark_hf.scheduling_dspark import LookaheadScheduler, PrefixScheduler, StalePrefixScheduler, VerifyPolicy
 from dspark_hf.target_dspark import CACHE_NAME
@@ -278,6 +280,9 @@ class TableDrafter:
     def new_cache(self, start):
         return RowCache(start)
 
+    def anchor_confidence_logits(self, anchor_ids):
+        return self.confidence[anchor_ids]
+
     def draft(
         self, context, anchor_ids, cache, num_tokens, do_sample, logits_processor, input_ids, context_lengths, stop, **_
     ):
@@ -361,6 +366,8 @@ SCHEDULERS = {
     "stale": StalePrefixScheduler(SCHEDULE),
     "lookahead": LookaheadScheduler(SCHEDULE),
 }
+# A step of plain decoding is fast enough for some anchors, and not for others.
+SKIPPING = LookaheadScheduler(replace(SCHEDULE, plain_steps_per_second=1.5))
 
 
 @pytest.mark.parametrize(
@@ -374,6 +381,18 @@ def test_generate(tables, name, policy, rows, monkeypatch):
     monkeypatch.setattr(tables[1], "verify_policy", (POLICIES | SCHEDULERS)[policy])
     calls = 8 if policy in SCHEDULERS else None
     assert chi_square(sample_places(*tables, name, rows, calls), dict.fromkeys(range(20), 1 / 20)) > 1e-4
+
+
+def test_generate_with_skipped_blocks(tables, monkeypatch):
+    """Without the bypass, which would leave few rounds to skip."""
+    skipped = []
+    monkeypatch.setattr(LookaheadScheduler, "draft_limit", VerifyPolicy.draft_limit)
+    monkeypatch.setattr(RoundHistory, "skip", lambda self: skipped.append(1))
+    monkeypatch.setattr(tables[1], "verify_policy", SKIPPING)
+    with record_speculation() as stats:
+        bins = sample_places(*tables, "plain", 1, 16)
+    assert 0.1 < len(skipped) / len(stats.rows) < 0.9
+    assert chi_square(bins, dict.fromkeys(range(20), 1 / 20)) > 1e-4
 
 
 @pytest.mark.parametrize("policy", ["all", "prefix"])

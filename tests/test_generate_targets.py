@@ -204,6 +204,20 @@ def test_own_loop_of_transformers(own_loop, target, drafter, arguments):
     assert stats.acceptance_lengths == []  # our loop was not used
 
 
+def test_own_loop_skips_blocks(own_loop, target, drafter):
+    class EverySecond(ConfidenceThreshold):
+        reads_anchor, skipped = True, []
+
+        def skips_block(self, anchor_confidence, history):
+            self.skipped.append(history.skipped_blocks)
+            return len(self.skipped) % 2 == 0
+
+    model = drafter()
+    model.verify_policy = policy = EverySecond(0.0)
+    same_text(target("qwen3"), model, max_new_tokens=20)
+    assert policy.skipped[:5] == [0, 0, 1, 0, 1]
+
+
 def test_own_loop_with_left_padding(own_loop, target, drafter):
     ids = torch.cat([IDS.new_zeros(1, 2), IDS], dim=1)
     mask = (torch.arange(ids.shape[1]) >= 2).long()[None]

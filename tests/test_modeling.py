@@ -221,6 +221,23 @@ def test_fewer_tokens_are_a_prefix(drafter, name, do_sample):
             assert torch.equal(part.confidence_logits, whole.confidence_logits[:, :count])
 
 
+@pytest.mark.parametrize("name", ["qwen3_vanilla", "qwen3_gated", "qwen3_rnn", "gemma4_vanilla"])
+def test_confidence_of_an_anchor(drafter, name):
+    """What it leaves of the first logit is the share of the block's state."""
+    model, inputs = drafter(name), first_round(name)
+    draft = model.draft(**inputs)
+    weight = model.confidence_head.proj.weight[0, : model.config.hidden_size]
+    added = draft.confidence_logits[:, 0] - model.anchor_confidence_logits(inputs["anchor_ids"])
+    torch.testing.assert_close(added, draft.hidden_states[:, 0] @ weight, rtol=0, atol=1e-5)
+    assert added.abs() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["qwen3_vanilla_plainconf", "qwen3_dflash"])
+def test_no_confidence_of_an_anchor(drafter, name):
+    """Where the head does not read the token before, or there is none."""
+    assert drafter(name).anchor_confidence_logits(torch.tensor([1])) is None
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

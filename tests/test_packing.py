@@ -92,6 +92,12 @@ def test_packed_model_is_saved_as_before(tmp_path):
     torch.testing.assert_close(LlamaForCausalLM.from_pretrained(tmp_path)(input_ids).logits, expected)
 
 
+def test_a_layer_with_one_output_is_left():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).eval()
+    pack_linears(model)
+    assert [type(layer) for layer in model] == [PackedLinear, nn.Linear] and not model[1].weight.requires_grad
+
+
 def test_a_layer_held_twice_is_packed_once_and_subclasses_are_left():
     class Custom(nn.Linear):
         pass

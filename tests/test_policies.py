@@ -8,7 +8,13 @@ from test_batch import BATCH, padded
 
 from dspark_hf import ConfidenceThreshold, FixedLength, generation_dspark, record_speculation
 from dspark_hf.profile_dspark import SPSProfile
-from dspark_hf.scheduling_dspark import LookaheadScheduler, PrefixScheduler, StalePrefixScheduler, VerifyPolicy
+from dspark_hf.scheduling_dspark import (
+    LookaheadScheduler,
+    PrefixScheduler,
+    RoundHistory,
+    StalePrefixScheduler,
+    VerifyPolicy,
+)
 
 SCHEDULERS = [PrefixScheduler, StalePrefixScheduler, LookaheadScheduler]
 FLAT = SPSProfile([1, 64], [1.0, 0.9], plain_steps_per_second=0.5)
@@ -112,6 +118,71 @@ def test_context_after_a_bypass(target, drafter):
         ids, stats = run(target, drafter, eos_token_id=None)
     assert torch.equal(ids, plain) and {0, 3} == set(stats.proposal_lengths)
     rig.check_context(target, plain)
+
+
+@pytest.mark.parametrize("inputs", [None, BATCH], ids=["one", "batch"])
+def test_history_is_told_of_the_token_that_ended_a_block(target, drafter, inputs, monkeypatch):
+    """Of every confidence that was asked for: those of the tokens taken alone would promise too much."""
+    rounds, observe = [], RoundHistory.observe
+
+    def told(self, confidence, lengths, *arguments):
+        rounds.append((confidence, int(lengths.max())))
+        observe(self, confidence, lengths, *arguments)
+
+    monkeypatch.setattr(RoundHistory, "observe", told)
+    drafter.verify_policy = ConfidenceThreshold(0.35)
+    run(target, drafter, inputs)
+    assert len({length for _, length in rounds}) > 2
+    for confidence, length in rounds:
+        assert confidence.shape[1] == min(length + 1, drafter.config.block_size)
+        assert drafter.verify_policy.verify_lengths(confidence).max() == length
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_skipped_blocks(target, drafter, temperature):
+    """A policy is shown the confidence of each anchor by itself, and what the blocks before added to theirs; a skipped
+    round decodes plainly, and the drafter reads its context later."""
+    plain = target.generate(IDS, max_new_tokens=40, do_sample=False, eos_token_id=None)
+    shown = []
+
+    class EveryThird(VerifyPolicy):
+        needs_confidence = reads_anchor = True
+
+        def skips_block(self, anchor_confidence, history):
+            shown.append((anchor_confidence, history.skipped_blocks, list(history.block_logits)))
+            return len(shown) % 3 > 0
+
+        def verify_lengths(self, confidence, history=None):
+            return torch.full((len(confidence),), confidence.shape[1])
+
+    drafter.verify_policy = EveryThird()
+    drafter.config.sts_temperatures = [temperature] * drafter.config.block_size
+    with Rig(drafter, plain) as rig:
+        ids, stats = run(target, drafter, eos_token_id=None)
+    assert torch.equal(ids, plain)
+    rig.check_context(target, plain)
+    assert stats.proposal_lengths == [0 if k % 3 else 7 for k in range(1, len(shown) + 1)]
+    assert [skipped for _, skipped, _ in shown] == [k % 3 for k in range(len(shown))]
+
+    places = IDS.shape[1] + torch.tensor([0, *stats.acceptance_lengths[:-1]]).cumsum(0)
+    logits = drafter.anchor_confidence_logits(plain[0, places]) / temperature
+    assert [confidence for confidence, *_ in shown] == pytest.approx(logits.sigmoid().tolist())
+    first = torch.tensor([one[0] for one in stats.confidence_logits if one]) / temperature
+    torch.testing.assert_close(torch.tensor(shown[-1][2]), (first - logits[2::3])[: len(shown[-1][2])])
+
+
+def test_lookahead_skips_blocks(target, drafter, monkeypatch):
+    """The text stays and less is drafted. The tiny drafter's confidences hardly differ by the anchor, so they are made
+    to; without the bypass."""
+    wanted, _ = run(target, drafter, max_new_tokens=60)
+    monkeypatch.setattr(LookaheadScheduler, "draft_limit", VerifyPolicy.draft_limit)
+    monkeypatch.setattr(drafter, "anchor_confidence_logits", lambda ids: torch.where(ids % 2 == 0, -9.0, 9.0))
+    drafter.verify_policy = LookaheadScheduler(SPSProfile([1, 8], [1.0, 0.9], plain_steps_per_second=2.0))
+    calls, draft = [], drafter.draft
+    monkeypatch.setattr(drafter, "draft", lambda _, ids, **options: calls.append(ids) or draft(_, ids, **options))
+    ids, stats = run(target, drafter, max_new_tokens=60)
+    assert torch.equal(ids, wanted)
+    assert 4 < len(calls) < 0.8 * len(stats.proposal_lengths)
 
 
 def test_temperatures_are_applied_before_the_policy(target, drafter):

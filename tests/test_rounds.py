@@ -9,8 +9,8 @@ from dspark_hf import rounds_dspark
 from dspark_hf.rounds_dspark import INITIAL_CONFIDENCE, KEPT_ROUNDS, RoundHistory
 
 
-def observe(history, confidence, lengths, yielded):
-    history.observe(confidence, torch.tensor(lengths), torch.tensor(yielded))
+def observe(history, confidence, lengths, yielded, anchor_confidence=None):
+    history.observe(confidence, torch.tensor(lengths), torch.tensor(yielded), anchor_confidence)
 
 
 def observe_plain(history, rounds=1):
@@ -75,6 +75,32 @@ def test_counters():
     assert history.failed_probes == 3
     observe(history, confidence, [2], [3])
     assert history.failed_probes == 0
+
+
+def test_what_blocks_add_to_the_first_confidence():
+    """A difference of logits, of the last 16 rounds of a single row whose anchor was judged; finite for 0 and 1."""
+    history = RoundHistory(2)
+    observe(history, torch.tensor([[0.9, 0.3]]), [1], [1], 0.25)
+    observe(history, torch.tensor([[0.9, 0.3]]), [1], [1])
+    observe_plain(history)
+    assert list(history.block_logits) == pytest.approx([math.log(27)], rel=1e-5)
+    observe(history, torch.tensor([[1.0]]), [1], [1], 0.0)
+    assert history.block_logits[-1] == pytest.approx(2 * math.log(1e6), rel=1e-5)
+    for k in range(20):
+        observe(history, torch.tensor([[0.5]]), [1], [1], (k + 1) / 22)
+    assert list(history.block_logits) == pytest.approx([math.log(22 / k - 1) for k in range(5, 21)], abs=1e-6)
+
+
+def test_skipped_rounds_say_nothing_of_drafting():
+    history = RoundHistory(2)
+    observe(history, torch.tensor([[0.9, 0.3]]), [1], [1])
+    before = (list(history.averages), history.mean_yield, history.weight, history.plain_rounds)
+    history.skip()
+    history.skip()
+    assert history.skipped_blocks == 2
+    assert (list(history.averages), history.mean_yield, history.weight, history.plain_rounds) == before
+    observe(history, torch.tensor([[0.9]]), [1], [1])
+    assert history.skipped_blocks == 0 and history.weight == 1.97  # no new beginning, as after a bypass
 
 
 def test_nothing_drafted_is_a_plain_round():

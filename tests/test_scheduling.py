@@ -383,22 +383,31 @@ def test_fresh_argmax_is_biased():
     assert share_of_a(FreshArgmax(APPENDIX[2]), None, 2) > 0.72
 
 
-def seconds_per_token(policy, mean, requests, spread=4.0, claimed=None):
+def seconds_per_token(policy, mean, requests, spread=4.0, claimed=None, anchor_spread=0.0, skips=True):
     """Simulated requests of 256 tokens: conditional acceptances from a Beta distribution, which the confidences tell
-    exactly, or claim to be `claimed`."""
+    exactly, or claim to be `claimed`. With `anchor_spread` the first one depends on the anchor too, by a normal term of
+    its logit that is known before the block."""
     seconds = tokens = 0
     for request in range(requests):
         rng, history, done = np.random.default_rng(request), RoundHistory(7), 0
         while done < 256:
             length, kept, confidence = 0, 0, None
-            if policy.draft_limit(7, 1, history):
+            anchor = rng.normal() * anchor_spread
+            chance = 1 / (1 + np.exp(-anchor)) if anchor_spread and skips else None
+            limit = policy.draft_limit(7, 1, history)
+            if limit and chance is not None and policy.skips_block(chance, history):
+                history.skip()
+                seconds, done = seconds + PLAIN_SECONDS, done + 1
+                continue
+            if limit:
                 acceptance = rng.beta(mean * spread, (1 - mean) * spread, 7)
+                acceptance[0] = 1 / (1 + np.exp(-anchor) * (1 / acceptance[0] - 1))
                 confidence = torch.from_numpy(acceptance if claimed is None else np.full(7, claimed))[None]
                 length = policy.verify_lengths(confidence, history).item()
                 kept = int((rng.random(7) < acceptance)[:length].cumprod().sum())
                 confidence = confidence[:, : length + 1]
             seconds += PLAIN_SECONDS if confidence is None else ROUND_SECONDS[length]
-            history.observe(confidence, torch.tensor([length]), torch.tensor([kept + 1]))
+            history.observe(confidence, torch.tensor([length]), torch.tensor([kept + 1]), chance)
             done += kept + 1
         tokens += done
     return seconds / tokens
@@ -416,6 +425,51 @@ def test_good_requests_go_as_fast_as_the_best_fixed_length(mean):
     best = min(ROUND_SECONDS[length] / sum(mean**k for k in range(length + 1)) for length in range(8))
     assert best < 0.9 * PLAIN_SECONDS
     assert seconds_per_token(LookaheadScheduler(CPU), mean, 6) < 1.03 * best
+
+
+def test_blocks_are_skipped_where_they_cannot_pay():
+    """Against the mean over earlier rounds of what drafting wins at best over plain decoding, step by step."""
+    rng, policy, decisions = np.random.default_rng(0), LookaheadScheduler(CPU), []
+    for _ in range(40):
+        history = RoundHistory(7)
+        for _ in range(rng.integers(4, 20)):
+            confidence = torch.from_numpy(rng.beta(1, 3, (1, 7)))
+            history.observe(confidence, torch.tensor([7]), torch.tensor([1]), rng.uniform(0.05, 0.95))
+        for anchor in rng.uniform(0.02, 0.98, 10):
+            wins = []
+            for added in history.block_logits:
+                first = torch.tensor(anchor).logit().add(added).sigmoid().item()
+                kept = np.cumprod([first, *history.averages[1:]])
+                tokens = [1 + kept[:length].sum() for length in range(8)]
+                wins.append(max(t - s / PLAIN_SECONDS for t, s in zip(tokens, ROUND_SECONDS, strict=True)))
+            decisions.append(policy.skips_block(anchor, history))
+            assert decisions[-1] == (sum(wins) < 0)
+    assert 0.2 < sum(decisions) / len(decisions) < 0.8
+
+
+def test_limits_of_skipping():
+    """Not before four rounds, not more than 16 in a row, not without the time of plain decoding, nor by others."""
+    policy, history = LookaheadScheduler(CPU), RoundHistory(7)
+    skipped = []
+    for _ in range(60):
+        skipped.append(policy.skips_block(0.01, history))
+        if skipped[-1]:
+            history.skip()
+        else:
+            history.observe(torch.full((1, 1), 0.02), torch.tensor([0]), torch.tensor([1]), 0.1)
+    assert [len(list(group)) for _, group in itertools.groupby(skipped)] == [4, 16, 1, 16, 1, 16, 1, 5]
+    assert not policy.skips_block(0.99, history)  # a better anchor is tried at once
+    assert not LookaheadScheduler(SPSProfile(CPU.tokens, CPU.steps_per_second)).skips_block(0.01, history)
+    for other in (FixedLength(), ConfidenceThreshold(0.5), PrefixScheduler(CPU), StalePrefixScheduler(CPU)):
+        assert not other.reads_anchor and not other.skips_block(0.01, history)
+
+
+@pytest.mark.parametrize("mean", [0.05, 0.1, 0.2])
+def test_skipping_pays(mean):
+    """Where anchors tell much about the first token; never slower than plain decoding."""
+    arguments = LookaheadScheduler(CPU), mean, 8
+    skipping, not_skipping = (seconds_per_token(*arguments, anchor_spread=2.0, skips=s) for s in (True, False))
+    assert skipping < 0.98 * not_skipping and skipping < 1.01 * PLAIN_SECONDS
 
 
 def test_bypass():
@@ -452,6 +506,7 @@ def test_bypass():
         (lambda: StalePrefixScheduler().verify_lengths(CONFIDENCE), "StalePrefixScheduler has sps None"),
         (lambda: LookaheadScheduler().verify_lengths(CONFIDENCE), "LookaheadScheduler has sps None"),
         (lambda: LookaheadScheduler().draft_limit(7), "LookaheadScheduler has sps None"),
+        (lambda: LookaheadScheduler().skips_block(0.5, RoundHistory(7)), "LookaheadScheduler has sps None"),
     ],
 )
 def test_refused_settings(make, message):

@@ -126,6 +126,15 @@ class DrafterModel(VocabularyMixin, PreTrainedModel):
 
     # ------------------------------------------------------------------------------------------------------ drafting
 
+    @torch.no_grad()
+    def anchor_confidence_logits(self, anchor_ids: torch.Tensor) -> torch.Tensor | None:
+        """What is known of the first tokens' confidence logits before a block is drafted, w · [0 ; W1[anchor]] + b:
+        anchors (B,) → (B,) float32. None where the confidence head does not read W1[x]."""
+        if self.confidence_head is None or not self.confidence_head.with_markov:
+            return None
+        embedding = self.markov_head.embed(anchor_ids)
+        return self.confidence_head(embedding.new_zeros(*anchor_ids.shape, self.config.hidden_size), embedding)
+
     def _attention_mask(self, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Bool mask, true where attended, in the form that the attention implementation takes."""
         if self.config._attn_implementation == "sdpa":

@@ -89,7 +89,11 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.history = RoundHistory(drafter.config.block_size)
         self.prompt_mask = (model_kwargs or {}).get("attention_mask")
         self._policies: tuple[VerifyPolicy | None, VerifyPolicy | None] = (None, None)  # as set, and with a profile
-        self._confidence: torch.Tensor | None = None  # of the round at hand
+        # Of the round at hand: all confidences that were asked for, the part of the first that its anchor gives, and
+        # whether it is decoded plainly for the anchor's sake.
+        self._confidence: torch.Tensor | None = None
+        self._anchor_confidence: float | None = None
+        self._skips = False
         self._proposed: torch.Tensor | None = None  # tokens of the last round, in transformers' own loop
         wants_all = generation_config.return_dict_in_generate and generation_config.output_hidden_states
         states = True if wants_all else states_argument(drafter.config.target_layer_ids)
@@ -122,15 +126,19 @@ class DSparkCandidateGenerator(CandidateGenerator):
         limit = policy.draft_limit(self.drafter.config.block_size, len(text), self.history)
         if is_static(cache_of(outputs)):  # its room ends with the longest text
             limit = max(0, min(limit, self.config.max_length - 1 - text.shape[1]))
-        self._confidence = None
-        if not limit:
+        device = self.drafter.device
+        anchor_ids = (text[:, -1] if anchor_ids is None else anchor_ids).to(device)
+        self._confidence, self._anchor_confidence, self._skips = None, None, False
+        if limit and policy.reads_anchor and len(text) == 1:
+            self._judge_anchor(policy, anchor_ids)
+        if not limit or self._skips:
             return None, text.new_zeros(len(text))
         if processors is None:
             processors = RowProcessors(self.logits_processor, self.config, text)
-        device, (context, context_lengths) = self.drafter.device, self._context()
+        context, context_lengths = self._context()
         draft = self.drafter.draft(
             context.to(device),
-            (text[:, -1] if anchor_ids is None else anchor_ids).to(device),
+            anchor_ids,
             cache=self.cache,
             num_tokens=limit,
             do_sample=self.config.do_sample,
@@ -143,12 +151,17 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.cache = draft.cache
         if draft.confidence_logits is None:
             return draft, policy.verify_lengths(torch.ones(draft.token_ids.shape, device=text.device), self.history)
-        self._confidence = self._calibrated(draft.confidence_logits)
-        return draft, policy.verify_lengths(self._confidence, self.history)
+        confidence = self._calibrated(draft.confidence_logits)
+        if self._confidence is None:
+            self._confidence = confidence
+        return draft, policy.verify_lengths(confidence, self.history)
 
     def observe(self, lengths: torch.Tensor, yielded: torch.Tensor) -> None:
         """Tells the history how the last round went: tokens verified and tokens committed, (n,) each."""
-        self.history.observe(self._confidence, lengths, yielded)
+        if self._skips:
+            self.history.skip()
+        else:
+            self.history.observe(self._confidence, lengths, yielded, self._anchor_confidence)
 
     def keep(self, rows: torch.Tensor) -> None:
         """Drops all rows but these, (m,)."""
@@ -212,6 +225,13 @@ class DSparkCandidateGenerator(CandidateGenerator):
             self._policies = (given, policy)
         return self._policies[1]
 
+    def _judge_anchor(self, policy: VerifyPolicy, anchor_ids: torch.Tensor) -> None:
+        """Whether to draft behind the anchor (1,) of a single row at all."""
+        logits = self.drafter.anchor_confidence_logits(anchor_ids)
+        if logits is not None:
+            self._anchor_confidence = float(self._calibrated(logits[:, None]))
+            self._skips = policy.skips_block(self._anchor_confidence, self.history)
+
     def _calibrated(self, confidence_logits: torch.Tensor) -> torch.Tensor:
         """Logits (n, k) → confidences, by the temperatures of sequential temperature scaling where there are any."""
         temperatures = self.drafter.config.sts_temperatures
@@ -222,12 +242,14 @@ class DSparkCandidateGenerator(CandidateGenerator):
         return confidence_logits.sigmoid()
 
     def _stop(self, policy):
-        """Ends a block where no row wants its next token; such a decision does not depend on what follows."""
+        """Ends a block where no row wants its next token; such a decision does not depend on what follows. The history
+        is told of that token's confidence too: without it those seen would be the higher ones."""
         if not policy.cuts_draft:
             return None
 
         def stop(confidence_logits: torch.Tensor) -> bool:
-            lengths = policy.verify_lengths(self._calibrated(confidence_logits), self.history)
+            self._confidence = self._calibrated(confidence_logits)
+            lengths = policy.verify_lengths(self._confidence, self.history)
             return int(lengths.max()) < confidence_logits.shape[1]
 
         return stop

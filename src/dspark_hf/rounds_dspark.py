@@ -9,10 +9,14 @@ yield is taken from the promises, corrected by how many of the promised tokens w
 
     1 + (mean promise per row) · (m + tokens kept) / (m + tokens promised),   m and both sums fading by λ per round
 
+The first confidence logit of a block is a part that the anchor alone gives and one that the block's state adds. Of a
+single row, the latter is kept for some rounds: it tells what other anchors may expect (`LookaheadScheduler`).
+
 On a CUDA device a round's figures are copied to the host without waiting, and read two rounds later, when they have
 long arrived: no decision waits for the device. R rows, γ slots.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -33,6 +37,8 @@ _DISCOUNT = 0.9
 _YIELD_DISCOUNT = 0.97
 # m, tokens: how long the confidences are trusted as they are.
 _TRUST = 2.0
+# Rounds whose added part of the first confidence logit is kept.
+_KEPT_LOGITS = 16
 # A round's figures are read when this many more have followed, unless they are on the host anyway.
 _LATENESS = 1
 
@@ -46,6 +52,7 @@ class _Round:
     yielded: torch.Tensor
     ready: list[torch.cuda.Event]
     rows: torch.Tensor
+    anchor_confidence: float | None
 
     def wait(self) -> "_Round":
         for event in self.ready:
@@ -63,6 +70,8 @@ class RoundHistory:
     weight: how many drafting rounds these two rest on. They begin anew when drafting is resumed after plain rounds.
     plain_rounds: plain rounds since the last drafting one.
     failed_probes: how often drafting was given up since it last went on for long.
+    block_logits: of the last rounds, up to 16, what the block's state added to the first confidence logit.
+    skipped_blocks: rounds decoded plainly for their anchors' sake since the last drafting one.
     prices: what a scheduler made of all this, by profile and number of rows, until the next change.
     """
 
@@ -72,6 +81,8 @@ class RoundHistory:
     weight: float = field(init=False, default=0.0)
     plain_rounds: int = field(init=False, default=0)
     failed_probes: int = field(init=False, default=0)
+    block_logits: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=_KEPT_LOGITS))
+    skipped_blocks: int = field(init=False, default=0)
     prices: dict[tuple[SPSProfile, int], float] = field(init=False, default_factory=dict)
 
     def __post_init__(self):
@@ -88,13 +99,24 @@ class RoundHistory:
     def mean_yield(self) -> float | None:
         return 1 + self._promise * self._kept / self._promised if self.weight else None
 
-    def observe(self, confidence: torch.Tensor | None, lengths: torch.Tensor, yielded: torch.Tensor) -> None:
+    def skip(self) -> None:
+        """Counts a round that was decoded plainly for its anchor's sake. It says nothing of what drafting yields."""
+        self.skipped_blocks += 1
+
+    def observe(
+        self,
+        confidence: torch.Tensor | None,
+        lengths: torch.Tensor,
+        yielded: torch.Tensor,
+        anchor_confidence: float | None = None,
+    ) -> None:
         """Adds a round.
 
         Args:
             confidence: (R, n) in [0, 1] of the n ≤ γ tokens drafted; None, or n = 0, for a plain round.
             lengths: (R,), drafted tokens verified.
             yielded: (R,), tokens committed, the bonus token included.
+            anchor_confidence: of a single row, σ of the first confidence logit's part that its anchor gives.
         """
         self.prices.clear()
         if confidence is None or confidence.shape[1] == 0:
@@ -103,7 +125,7 @@ class RoundHistory:
             if confidence.shape[1] > self.block_size:
                 raise ValueError(f"confidence has {confidence.shape[1]} columns, expected at most {self.block_size}")
             copies, ready = _to_host(confidence, lengths, yielded)
-            self._pending.append(_Round(*copies, ready, torch.arange(len(confidence))))
+            self._pending.append(_Round(*copies, ready, torch.arange(len(confidence)), anchor_confidence))
             self._recent.append(self._pending[-1])
         while self._pending:
             first = self._pending[0]
@@ -134,13 +156,15 @@ class RoundHistory:
         record.wait()
         if self.plain_rounds:
             self.mean_tokens, self.weight = None, 0.0
-        self.plain_rounds, self._drafted_rounds = 0, self._drafted_rounds + 1
+        self.plain_rounds, self._drafted_rounds, self.skipped_blocks = 0, self._drafted_rounds + 1, 0
         if self._drafted_rounds == _SETTLED_ROUNDS:
             self.failed_probes = 0
         confidence, rows = record.confidence.double(), len(record.lengths)
         for j, total in enumerate(confidence.sum(dim=0).tolist()):
             weight = _DISCOUNT * self._average_weights[j] + rows
             self.averages[j], self._average_weights[j] = _blend(self.averages[j], weight, total, rows), weight
+        if record.anchor_confidence is not None:
+            self.block_logits.append(log_odds(float(confidence[0, 0])) - log_odds(record.anchor_confidence))
         verified = torch.arange(confidence.shape[1]) < record.lengths[:, None]
         promised = float((confidence.cumprod(dim=1) * verified).sum())
         self._kept = _YIELD_DISCOUNT * self._kept + float(record.yielded.sum()) - rows
@@ -148,6 +172,12 @@ class RoundHistory:
         self.weight = _YIELD_DISCOUNT * self.weight + 1
         self.mean_tokens = _blend(self.mean_tokens or 0.0, self.weight, 1 + float(record.lengths.sum()) / rows)
         self._promise = _blend(self._promise, self.weight, promised / rows)
+
+
+def log_odds(chance: float) -> float:
+    """The logit whose σ is `chance`, at most 14 in size: float32 has chances of exactly 0 and 1."""
+    chance = min(max(chance, 1e-6), 1 - 1e-6)
+    return math.log(chance / (1 - chance))
 
 
 def _blend(mean: float, weight: float, total: float, count: int = 1) -> float:

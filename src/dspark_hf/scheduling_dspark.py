@@ -13,12 +13,15 @@ Policies are pure; R rows, γ slots.
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
+from math import exp
+from operator import mul
 
 import numpy as np
 import torch
 
 from .profile_dspark import SPSProfile
-from .rounds_dspark import KEPT_ROUNDS, RoundHistory
+from .rounds_dspark import KEPT_ROUNDS, RoundHistory, log_odds
 
 # Plain decoding steps that drafting may lose before it is given up, at first and in a later try, and rounds of plain
 # decoding before it is tried again, doubled at every failure. With a first stake of 1 a request that gains a third was
@@ -26,6 +29,9 @@ from .rounds_dspark import KEPT_ROUNDS, RoundHistory
 # in 256 tokens.
 _FIRST_STAKE, _STAKE = 2.0, 0.5
 _FIRST_WAIT, _LONGEST_WAIT = 8, 128
+# Drafting rounds before anchors are judged by, and the most rounds in a row that may be skipped: one block is drafted
+# then, so that what is known of the blocks does not grow old.
+_FEWEST_BLOCKS, _MOST_SKIPPED = 4, 16
 # The block that a lookahead without a history reckons with: later positions are out of reach of the start values.
 _UNKNOWN_BLOCK = 16
 
@@ -36,11 +42,13 @@ class VerifyPolicy:
     needs_confidence: reads the confidences, so that the drafter needs a confidence head.
     cuts_draft: a row's length may be settled before its block is complete. Once no row of
         `verify_lengths(confidence[:, : k + 1])` exceeds k, none will, and drafting can stop at slot k.
+    reads_anchor: has a `skips_block` that may be true.
     sps: the profile that schedulers decide by; None for one still to be given by `with_profile`.
     """
 
     needs_confidence = False
     cuts_draft = False
+    reads_anchor = False
     sps: SPSProfile | None = None
 
     def verify_lengths(self, confidence: torch.Tensor, history: RoundHistory | None = None) -> torch.Tensor:
@@ -50,6 +58,11 @@ class VerifyPolicy:
     def draft_limit(self, block_size: int, rows: int = 1, history: RoundHistory | None = None) -> int:
         """The most tokens worth drafting, 0..γ, known before the block; 0 for a round of plain decoding."""
         return block_size
+
+    def skips_block(self, anchor_confidence: float, history: RoundHistory) -> bool:
+        """Whether a single row is better decoded plainly this time, by its anchor: σ of the part of the first
+        confidence logit that the anchor alone gives, before anything is drafted."""
+        return False
 
 
 @dataclass(frozen=True)
@@ -178,12 +191,18 @@ class LookaheadScheduler(_Scheduler):
 
     Without a history it decides as at the start of a call.
 
+    Skipping, for a single row: the first confidence logit is the sum of a part that the anchor alone gives, known
+    before the block, and one that the backbone's state adds, known of recent rounds. If drafting behind this anchor,
+    with what those rounds added, would on average have won less than plain decoding in the same time, the target goes
+    one step by itself and nothing is drafted; after 16 such rounds one block is, to see how things are.
+
     Bypass: once drafting has taken longer than plain decoding would have for the same tokens, by some steps,
     `draft_limit` is 0 for 8 rounds, then drafting is tried again; the rounds are doubled at every failure, up to 128.
     Needs a profile with `plain_steps_per_second`.
     """
 
     cuts_draft = True
+    reads_anchor = True
 
     def verify_lengths(self, confidence, history=None):
         profile, history = self._profile(), history or RoundHistory(_UNKNOWN_BLOCK)
@@ -208,6 +227,18 @@ class LookaheadScheduler(_Scheduler):
         seconds = np.interp(rows * (history.mean_tokens - 1), np.arange(len(steps)), 1 / steps)
         lost = history.weight * (seconds * plain - history.mean_yield)
         return 0 if lost > (_STAKE if history.failed_probes else _FIRST_STAKE) else block_size
+
+    def skips_block(self, anchor_confidence, history):
+        plain, past = _plain_steps(self._profile(), 1), history.block_logits
+        if plain is None or len(past) < _FEWEST_BLOCKS or history.skipped_blocks >= _MOST_SKIPPED:
+            return False
+        behind = accumulate(accumulate([1.0, *history.averages[1:]], mul))  # Σ_{i≤ℓ} Π_{1<j≤i} c̄_j for ℓ = 1..γ
+        took = [plain / steps for steps in _steps_table(self.sps, 1, history.block_size).tolist()]
+        lengths, anchor, gain = list(zip([0.0, *behind], took, strict=True)), log_odds(anchor_confidence), 0.0
+        for added in past:
+            first = 1 / (1 + exp(-added - anchor))  # c_1 as it would have been
+            gain += max(1 + first * later - seconds for later, seconds in lengths)
+        return gain < 0
 
     def _single_length(self, confidence: list[float], averages: list[float]) -> int:
         slots = len(confidence)
