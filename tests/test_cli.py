@@ -79,14 +79,15 @@ def test_bench_writes_what_it_measured(target_folder, tmp_path):
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out" / "bench.json"
     prompts.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in PROMPTS))
     options = ["--target", target_folder, "--drafter", DRAFTER, "--prompts", str(prompts), "--limit", "2"]
-    policies = ["--policy", "fixed", "--policy", "threshold:0.5", "--max-new-tokens", "16"]
+    policies = ["--policy", "fixed", "--policy", "threshold:0.5", "--policy", "lookahead", "--max-new-tokens", "16"]
     result = run("bench", *options, *policies, "--output", str(output))
     assert result.exit_code == 0
     data = json.loads(output.read_text())
+    assert data["profile"]["sample_batch_tokens"] == list(range(1, 9))
+    assert len(data["profile"]["details"]["passes"][0]["plain_seconds"]) == 15
     assert len(data["prompts"]) == 2 and data["settings"]["max_new_tokens"] == 16
-    assert {"plain", "plain, not packed", "prompt lookup", "dspark fixed", "dspark threshold:0.5"} == set(
-        data["summary"]
-    )
+    drafted = {"dspark fixed", "dspark threshold:0.5", "dspark lookahead"}
+    assert data["summary"].keys() == {"plain", "plain, not packed", "prompt lookup"} | drafted
     drafted, plain = data["summary"]["dspark fixed"], data["summary"]["plain"]
     assert drafted["acceptance_length"] > 1.2 and drafted["texts_that_differ"] == 0
     assert plain["speed_up"] == 1.0 and plain["acceptance_length"] is None

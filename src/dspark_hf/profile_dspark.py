@@ -118,7 +118,7 @@ class SPSProfile:
     def save(self, path: str | Path) -> None:
         """Writes JSON; makes the folder where there is none."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(self._to_json(), indent=2) + "\n", encoding="utf-8")
+        Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> "SPSProfile":
@@ -139,14 +139,15 @@ class SPSProfile:
 
         return measure_profile(target, drafter, **kwargs)
 
-    def _to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
+        """What `save` writes."""
         return {
             "sample_batch_tokens": self.tokens,
             "sample_steps_per_sec": self.steps_per_second,
             "max_batch_tokens": self.tokens[-1],
             "monotone_steps_per_sec": self.envelope().steps_per_second,
             "plain_steps_per_sec": self.plain_steps_per_second,
-            "batches": {str(rows): curve._to_json() for rows, curve in self.batches.items()},
+            "batches": {str(rows): curve.to_json() for rows, curve in self.batches.items()},
             "details": self.details,
         }
 

@@ -104,7 +104,7 @@ def measure_profile(
 
 
 def quick_profile(target: PreTrainedModel, drafter: Any = None, rows: int = 1, context: int = 256) -> SPSProfile:
-    """A rough profile for one batch size: two repetitions, widths 1, 2, 4, … and γ+1. Measured at the first call for
+    """A rough profile for one batch size: five repetitions, widths 1, 2, 4, … and γ+1. Measured at the first call for
     this target, kind of drafter, batch size, device, dtype and number of threads; later calls in this process get the
     same one, whatever the context.
 
@@ -117,7 +117,7 @@ def quick_profile(target: PreTrainedModel, drafter: Any = None, rows: int = 1, c
     if key not in profiles:
         most = WIDTHS_WITHOUT_DRAFTER if drafter is None else drafter.config.block_size + 1
         widths = [2**i for i in range(most.bit_length()) if 2**i < most] + [most]
-        settings = {"rows": (rows,), "widths": widths, "context": min(context, QUICK_CONTEXT), "repeats": 2}
+        settings = {"rows": (rows,), "widths": widths, "context": min(context, QUICK_CONTEXT)}
         profiles[key] = measure_profile(target, drafter, **settings)
     return profiles[key]
 

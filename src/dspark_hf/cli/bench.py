@@ -3,9 +3,8 @@ batches, by policy; `dspark bench train`: what training costs."""
 
 import importlib.util
 import json
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -27,6 +26,9 @@ from ..training.manifest import human_size
 from ..training.recipe import Recipe
 from .demo import BUNDLED_DRAFTER
 
+# Repetitions of the profile that schedulers decide by, in a benchmark of single requests: with five, single points are
+# off by 5 to 8 % where passes vary by 15.
+_PROFILE_REPEATS = 15
 POLICY_HELP = "fixed:N, threshold:T, prefix, stale or lookahead; may be given again."
 bench = typer.Typer(invoke_without_command=True, help="Measures generation with and without the drafter.")
 
@@ -71,13 +73,15 @@ def decode(
         arms.append(
             Arm(f"assistant {Path(assistant).name}", packed, {"assistant_model": load_target(assistant, pack)[0]})
         )
-    arms += _drafted(policy or ["fixed"], packed, model, profile)
+    drafted, curve = _drafted(policy or ["fixed"], packed, model, profile, repeats=_PROFILE_REPEATS)
+    arms += drafted
     for other in against or []:
         arms += _rival(other, packed, pack)
     result = run_benchmark(
         arms, tokenizer, load_prompts(prompts, limit), max_new_tokens, lambda items: track(items, "prompts")
     )
     result["settings"] |= {"prompt_set": prompts, "dtype": str(packed.dtype), "packed": is_packed(packed)}
+    result["profile"] = curve and curve.to_json()
     write(result, output)
     Console().print(table(result))
 
@@ -100,12 +104,14 @@ def batch(
     packed, tokenizer, model = load_pair(target or str(demo_target_path()), drafter)
     names = policy or ["fixed", "fixed:2", "threshold:0.4", "prefix", "stale", "lookahead"]
     sizes = size or [1, 2, 4, 8, 16]
-    arms = [Arm("plain", packed, {}), *_drafted(names, packed, model, profile, sizes)]
+    drafted, curve = _drafted(names, packed, model, profile, rows=sorted({1, *sizes}))
+    arms = [Arm("plain", packed, {}), *drafted]
     result = run_batch_benchmark(
         arms, tokenizer, load_prompts(prompts, 100), sizes, max_new_tokens, progress=lambda work: track(work, "batches")
     )
     result["scheduling_seconds"] = {rows: scheduling_cost(rows) for rows in (1, 16, 256)}
     result["settings"] |= {"prompt_set": prompts, "dtype": str(packed.dtype)}
+    result["profile"] = curve and curve.to_json()
     write(result, output)
     rows = Table("tokens/s", *map(str, sizes), box=None)
     for name, arm in result["summary"].items():
@@ -120,13 +126,15 @@ def batch(
         plot_batches(result, output.with_suffix(".png"))
 
 
-def _drafted(names: list[str], target, drafter, profile: Path | None, sizes: Iterable[int] = (1,)) -> list[Arm]:
-    """One arm per policy. Schedulers share one profile, measured here unless one is given."""
+def _drafted(
+    names: list[str], target, drafter, profile: Path | None, **measuring: Any
+) -> tuple[list[Arm], SPSProfile | None]:
+    """One arm per policy, and the profile that schedulers share, measured here unless one is given."""
     curve = None
     if any(name in SCHEDULERS for name in names):
-        curve = SPSProfile.load(profile) if profile else SPSProfile.measure(target, drafter, rows=sorted({1, *sizes}))
+        curve = SPSProfile.load(profile) if profile else SPSProfile.measure(target, drafter, **measuring)
     options = {"assistant_model": drafter}
-    return [Arm(f"dspark {name}", target, options, parse_policy(name, curve)) for name in names]
+    return [Arm(f"dspark {name}", target, options, parse_policy(name, curve)) for name in names], curve
 
 
 def _own_mtp(target) -> Arm:
