@@ -101,6 +101,7 @@ if {empty!r} and run.accelerator.process_index == 1:
 run.train()
 if run.accelerator.process_index == 0:
     torch.save(weights(run.drafter), {folder!r} + "/weights.pt")
+torch.distributed.destroy_process_group()
 """
 
 

@@ -50,4 +50,7 @@ def train(
     if dry_run:
         console.print(str(estimate_run(run)))
     else:
-        console.print(f"saved in {run_recipe(run, resume)}")
+        folder = run_recipe(run, resume)
+        if torch.distributed.is_initialized():  # else a rank may abort at its exit, and the launcher stops the others
+            torch.distributed.destroy_process_group()
+        console.print(f"saved in {folder}")

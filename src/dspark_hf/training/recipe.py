@@ -172,7 +172,8 @@ def run_recipe(recipe: Recipe, resume: bool = False) -> Path:
     if recipe.lora is not None:
         trainer.save_model(str(Path(arguments.output_dir) / "adapter"))
         model = trainer.model.merge_and_unload()
-        model.save_pretrained(folder)
+        if trainer.args.should_save:
+            model.save_pretrained(folder)
     else:
         trainer.save_model(str(folder))
     return folder
