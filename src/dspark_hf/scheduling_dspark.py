@@ -138,9 +138,10 @@ class PrefixScheduler(_Scheduler):
             return torch.zeros(len(survival), dtype=torch.long, device=confidence.device)
         # On the host this is several times as fast as `_take_best`.
         lowest = ranked[count - 1]
-        lengths = (survival > lowest).sum(axis=1)
-        _, rows_of_equal = (survival == lowest).T.nonzero()
-        lengths += np.bincount(rows_of_equal[: count - lengths.sum()], minlength=len(lengths))
+        lengths = (survival >= lowest).sum(axis=1)
+        if surplus := lengths.sum() - count:
+            _, rows_of_equal = (survival == lowest).T.nonzero()
+            lengths -= np.bincount(rows_of_equal[-surplus:], minlength=len(lengths))
         return torch.from_numpy(lengths).to(confidence.device)
 
 
